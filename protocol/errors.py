@@ -150,6 +150,10 @@ class NumericOverflowError(ProtocolError):
     grpc_status = grpc.StatusCode.OUT_OF_RANGE
 
 
+class RecordError(ProtocolError):
+    """A discovery record that is forged, expired, or speaks for somebody else."""
+
+
 def error_class(name: str) -> type[ShoalError]:
     """The class with this name, or `ShoalError` for a name that isn't known here."""
     pending: list[type[ShoalError]] = [ShoalError]

@@ -15,7 +15,12 @@ from shoal.protocol.ids import MicrobatchId
 
 
 def in_flight_window(
-    stage: int, num_stages: int, *, hop_s: float = 0.0, latency_s: float = 0.0, period_s: float = 1.0
+    stage: int,
+    num_stages: int,
+    *,
+    hop_s: float = 0.0,
+    latency_s: float = 0.0,
+    period_s: float = 1.0,
 ) -> int:
     """Microbatches that stage `stage` of `num_stages` keeps in flight: forward done, backward not.
 

@@ -830,6 +830,7 @@ class Lease(_message.Message):
     UPSTREAM_FIELD_NUMBER: _builtins.int
     DOWNSTREAM_FIELD_NUMBER: _builtins.int
     DOWNSTREAM_DONE_FIELD_NUMBER: _builtins.int
+    UPSTREAM_DONE_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     upstream: _builtins.int
     """Who holds it at the previous stage; 0 at stage 0."""
@@ -837,6 +838,8 @@ class Lease(_message.Message):
     """Who holds it at the next stage; 0 at the last stage."""
     downstream_done: _builtins.bool
     """The next stage is already done with this microbatch: don't push the forward tensor."""
+    upstream_done: _builtins.bool
+    """The previous stage already has its output gradient: don't push it."""
     def __init__(
         self,
         *,
@@ -844,10 +847,11 @@ class Lease(_message.Message):
         upstream: _builtins.int = ...,
         downstream: _builtins.int = ...,
         downstream_done: _builtins.bool = ...,
+        upstream_done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["downstream", b"downstream", "downstream_done", b"downstream_done", "microbatch", b"microbatch", "upstream", b"upstream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["downstream", b"downstream", "downstream_done", b"downstream_done", "microbatch", b"microbatch", "upstream", b"upstream", "upstream_done", b"upstream_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1018,15 +1022,19 @@ class Wait(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    paused: _builtins.bool
+    """The owner's or operator's pause rather than a passing obstacle."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one public description of a run: what API, page, metrics and `shoal status --json` show.
+
+Everything here may be read by strangers, except `join_link`. Texts and numbers that come from
+peers are cleaned on the way in: no control characters, bounded lengths, no NaN or infinity (JSON
+has neither, and one bad node must not blind everybody else).
+"""
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from shoal.protocol.ids import PeerId, RunId
+
+MAX_HISTORY = 2_000
+MAX_EVENTS = 200
+MAX_TEXT = 300
+UPDATE_TAIL = 8
+"""Points that an update repeats, for values that arrive after their step."""
+
+RunState = Literal["waiting", "training", "paused", "draining", "finished", "failed"]
+NodeState = Literal[
+    "joining", "copying", "training", "ready", "paused", "leaving", "left", "fenced"
+]
+GONE: frozenset[str] = frozenset({"left", "fenced"})
+
+
+def clean_text(value: Any) -> Any:
+    """One line without control, format or bidirectional characters, at most `MAX_TEXT` long.
+
+    A node chooses some of these texts, and terminals obey escape sequences."""
+    if not isinstance(value, str):
+        return value
+    kept = (
+        " " if character in "\t\r\n" else character
+        for character in value[: 4 * MAX_TEXT]
+        if character in "\t\r\n" or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}
+    )
+    text = " ".join("".join(kept).split())
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite_or_zero(value: Any) -> Any:
+    return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Text = Annotated[str, BeforeValidator(clean_text)]
+Number = Annotated[float, BeforeValidator(_finite_or_zero)]
+MaybeNumber = Annotated[float | None, BeforeValidator(_finite_or_none)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _View(BaseModel):
+    # Unknown fields are ignored, so that `shoal status` reads a newer coordinator.
+    model_config = ConfigDict(frozen=True)
+
+
+class SpecSummary(_View):
+    """The run spec in a line."""
+
+    num_params: Count
+    num_layers: Count
+    dim: Count
+    seq_len: Count
+    vocab_size: Count
+    num_stages: Count
+    microbatches: Count
+    """Per step."""
+    tokens_per_step: Count
+    boundary: Text
+    """The codec on stage boundaries."""
+
+
+class NodeView(_View):
+    peer_id: PeerId
+    name: Text
+    incarnation: Count = 0
+    stage: int | None = None
+    state: NodeState
+    device: Text = "cpu"
+    device_name: Text = ""
+    pid: Count = 0
+    address: Text = ""
+    queue_depth: Count = 0
+    """Forward and backward tasks that wait for the processor."""
+    microbatches_per_s: Number = 0.0
+    memory_bytes: Count = 0
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    waiting_for: Text = ""
+    contributed_microbatches: Count = 0
+    """Committed (microbatch, stage) receipts over the whole run."""
+    contributed_share: Number = 0.0
+    """Of all committed receipts, 0 to 1."""
+    last_seen_s: Number = 0.0
+    """Unix time of the last heartbeat; 0 before the first."""
+    discovered_peers: Count = 0
+    marks: Count = 0
+    """How often it sent something that was refused."""
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state in GONE
+
+
+class StageView(_View):
+    stage: Count
+    layers: Text
+    """ "0–1", or "2" for one layer."""
+    parts: Text
+    """ "embedding + layers 0–1"."""
+    nodes: list[NodeView] = []
+
+
+class LinkView(_View):
+    """What crossed the boundary between two neighbouring stages in the last step, both ways."""
+
+    from_stage: Count
+    to_stage: Count
+    bytes_per_step: Count
+
+
+class StepPoint(_View):
+    """One committed step."""
+
+    step: Count
+    loss: MaybeNumber
+    """Mean over the step's tokens, in nats."""
+    tokens_per_s: Number
+    boundary_bytes: Count
+    reduce_bytes: Count
+    seconds: Number
+    grad_norm: MaybeNumber
+    learning_rate: Number
+    validation_loss: MaybeNumber = None
+
+
+class EventLine(_View):
+    """Something that happened, in plain words."""
+
+    time_s: Number
+    """Unix time."""
+    kind: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
+    """A stable word for machines: "joined", "left", "fenced", "committed", "snapshot", …"""
+    text: Text
+
+
+class RunView(_View):
+    run_id: RunId
+    name: Text
+    spec_summary: SpecSummary
+    state: RunState
+    waiting_for: Text = ""
+    """Why nothing moves and what would end it, in plain words; empty when something moves."""
+    step: Count = 0
+    """Committed steps."""
+    total_steps: Count
+    attempt: Count = 0
+    """Of the open step: 1 at first, higher when it had to be redone."""
+    receipts_done: Count = 0
+    """Of the open step."""
+    receipts_total: Count = 0
+    loss: MaybeNumber = None
+    loss_first: MaybeNumber = None
+    validation_loss: MaybeNumber = None
+    tokens_per_s: Number = 0.0
+    boundary_bytes_per_step: Count = 0
+    reduce_bytes_per_step: Count = 0
+    bytes_total: Count = 0
+    steps_lost: Count = 0
+    microbatches_missing: Count = 0
+    microbatches_double: Count = 0
+    started_s: Number = 0.0
+    """Unix time of the launch."""
+    now_s: Number = 0.0
+    """Unix time at the coordinator when this view was made; after the end, the time it ended."""
+    stages: list[StageView] = []
+    nodes: list[NodeView] = []
+    """All nodes ever seen, also those without a stage and those that left."""
+    links: list[LinkView] | None = None
+    history: list[StepPoint] = []
+    """Ascending by step, at most `MAX_HISTORY`."""
+    events: list[EventLine] = []
+    """Newest last, at most `MAX_EVENTS`."""
+    weights_digest: Text | None = None
+    snapshot_step: Count | None = None
+    join_link: str | None = None
+    """Only for the operator: whoever has it can join."""
+
+    @property
+    def live_nodes(self) -> list[NodeView]:
+        return [node for node in self.nodes if not node.is_gone]
+
+
+def thin_history(points: Sequence[StepPoint], limit: int = MAX_HISTORY) -> list[StepPoint]:
+    """At most `limit` points: the first, the last, and evenly spread ones between, where a
+    validated step wins over its neighbours."""
+    if len(points) <= limit:
+        return list(points)
+    if limit <= 1:
+        return list(points[-1:]) if limit == 1 else []
+    inner = points[1:-1]
+    buckets = limit - 2
+    kept = [points[0]]
+    for index in range(buckets):
+        bucket = inner[index * len(inner) // buckets : (index + 1) * len(inner) // buckets]
+        kept.append(
+            next((p for p in bucket if p.validation_loss is not None), bucket[len(bucket) // 2])
+        )
+    return [*kept, points[-1]]
+
+
+def bounded(view: RunView) -> RunView:
+    """The view within the limits above."""
+    if len(view.history) <= MAX_HISTORY and len(view.events) <= MAX_EVENTS:
+        return view
+    return view.model_copy(
+        update={"history": thin_history(view.history), "events": view.events[-MAX_EVENTS:]}
+    )
+
+
+def public(view: RunView) -> RunView:
+    """The view without what only the operator may see."""
+    return view if view.join_link is None else view.model_copy(update={"join_link": None})
+
+
+def update_after(view: RunView, last_step: int) -> RunView:
+    """The view with only those history points that somebody who has seen `last_step` lacks (and
+    a few before it, to be merged by step)."""
+    first = len(view.history)
+    while first > 0 and view.history[first - 1].step > last_step:
+        first -= 1
+    return view.model_copy(update={"history": view.history[max(0, first - UPDATE_TAIL) :]})
+
+
+def seconds_left(view: RunView) -> float | None:
+    """Estimated from the last 20 steps; None when there is nothing to estimate."""
+    recent = sorted(point.seconds for point in view.history[-20:])
+    if view.state != "training" or not recent:
+        return None
+    return recent[len(recent) // 2] * max(0, view.total_steps - view.step)

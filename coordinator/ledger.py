@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of one step: leases, receipts, reduce rounds, prepares. Pure; no clock, no I/O.
+
+Invariants (docs/architecture.md): a (microbatch, stage) has one holder at a time; a lease moves
+only because its holder was fenced; a gradient counts through the receipt of its holder; a stage is
+summed up once its receipts cover every microbatch; a step commits once every participant that is
+left has prepared equal sums.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.coordinator.router import spread
+from shoal.protocol.errors import FencedError, ReduceMismatchError, WrongLeaseError
+from shoal.protocol.ids import NOBODY, Incarnation, MicrobatchId, Stage
+
+Slot = tuple[MicrobatchId, Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One microbatch at one stage, seen from its holder."""
+
+    microbatch: MicrobatchId
+    upstream: Incarnation
+    downstream: Incarnation
+    downstream_done: bool
+    upstream_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptFacts:
+    incarnation: Incarnation
+    microbatch: MicrobatchId
+    stage: Stage
+    loss_sum: float | None = None
+    busy_s: float = 0.0
+    boundary_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceRound:
+    """A frozen manifest: which accumulators, holding which microbatches, make a stage's sum."""
+
+    stage: Stage
+    round: int
+    parts: tuple[tuple[Incarnation, tuple[MicrobatchId, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFacts:
+    incarnation: Incarnation
+    round: int
+    sums_digest: int
+    squared_norms: tuple[float, ...]
+    reduce_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _StageBooks:
+    replicas: dict[Incarnation, float]  # live participants and their speeds
+    round: ReduceRound | None = None
+    rounds: int = 0
+    prepared: dict[Incarnation, PreparedFacts] = field(default_factory=dict)
+
+
+class StepLedger:
+    """The open step. Every method takes facts and returns what follows from them."""
+
+    def __init__(
+        self,
+        replicas: Mapping[Stage, Mapping[Incarnation, float]],
+        *,
+        num_microbatches: int,
+        num_validation: int = 0,
+    ) -> None:
+        """`replicas[stage]` maps the step's participants to their speeds; none may be empty."""
+        self.num_stages = len(replicas)
+        self.num_microbatches = num_microbatches
+        self.num_validation = num_validation
+        self._stages = {
+            stage: _StageBooks(dict(sorted(replicas[stage].items()))) for stage in sorted(replicas)
+        }
+        self._stage_of = {who: stage for stage in replicas for who in replicas[stage]}
+        self._holders: dict[Slot, Incarnation] = {}
+        self.receipts: dict[Slot, ReceiptFacts] = {}
+        self.moved_last: dict[Slot, Incarnation] = {}
+        """Slots that the last `fence` moved, and to whom."""
+        for stage, books in self._stages.items():
+            routes = spread(self._microbatches, books.replicas)
+            self._holders.update({(m, stage): who for m, who in routes.items()})
+
+    # ---- facts ---------------------------------------------------------------------------
+
+    @property
+    def _microbatches(self) -> list[MicrobatchId]:
+        return [MicrobatchId(m) for m in range(self.num_microbatches + self.num_validation)]
+
+    def is_validation(self, microbatch: int) -> bool:
+        return microbatch >= self.num_microbatches
+
+    @property
+    def participants(self) -> list[Incarnation]:
+        return [who for books in self._stages.values() for who in books.replicas]
+
+    def participates(self, incarnation: Incarnation) -> bool:
+        stage = self._stage_of.get(incarnation)
+        return stage is not None and incarnation in self._stages[stage].replicas
+
+    def holder(self, microbatch: MicrobatchId, stage: Stage) -> Incarnation:
+        return self._holders[microbatch, stage]
+
+    def empty_stages(self) -> list[Stage]:
+        return [stage for stage, books in self._stages.items() if not books.replicas]
+
+    def receipts_done(self) -> int:
+        return len(self.receipts)
+
+    def receipts_total(self) -> int:
+        return self.num_microbatches * self.num_stages + self.num_validation
+
+    def missing(self) -> list[Slot]:
+        """Slots without the receipt that the step needs."""
+        last = Stage(self.num_stages - 1)
+        return [
+            slot
+            for slot in self._holders
+            if slot not in self.receipts and (not self.is_validation(slot[0]) or slot[1] == last)
+        ]
+
+    # ---- leases --------------------------------------------------------------------------
+
+    def leases_of(self, incarnation: Incarnation) -> list[Lease]:
+        return [self._lease(slot) for slot, who in self._holders.items() if who == incarnation]
+
+    def _lease(self, slot: Slot) -> Lease:
+        microbatch, stage = slot
+        up, down = (microbatch, Stage(stage - 1)), (microbatch, Stage(stage + 1))
+        return Lease(
+            microbatch=microbatch,
+            upstream=self._holders.get(up, NOBODY),
+            downstream=self._holders.get(down, NOBODY),
+            downstream_done=down in self.receipts,
+            upstream_done=up in self.receipts,
+        )
+
+    # ---- receipts ------------------------------------------------------------------------
+
+    def record_receipt(self, receipt: ReceiptFacts) -> bool:
+        """True when it counts, False for a repetition.
+
+        Raises `FencedError` for an incarnation that doesn't take part, `WrongLeaseError` when the
+        lease is somebody else's.
+        """
+        slot = (receipt.microbatch, receipt.stage)
+        if not self.participates(receipt.incarnation):
+            raise FencedError(f"incarnation {receipt.incarnation} takes no part in this step")
+        if self._holders.get(slot) != receipt.incarnation:
+            raise WrongLeaseError(
+                f"microbatch {receipt.microbatch} at stage {receipt.stage} is not leased to "
+                f"incarnation {receipt.incarnation}"
+            )
+        if slot in self.receipts:
+            return False
+        self.receipts[slot] = receipt
+        return True
+
+    # ---- reduction -----------------------------------------------------------------------
+
+    def stages_to_reduce(self) -> list[Stage]:
+        """Stages whose receipts are complete and that have no round under way."""
+        return [
+            stage
+            for stage, books in self._stages.items()
+            if books.replicas
+            and books.round is None
+            and all((MicrobatchId(m), stage) in self.receipts for m in range(self.num_microbatches))
+        ]
+
+    def start_round(self, stage: Stage) -> ReduceRound:
+        """Freeze the manifest of a complete stage."""
+        books = self._stages[stage]
+        assert books.round is None, "a round is under way"
+        books.rounds += 1
+        books.prepared.clear()
+        ids: dict[Incarnation, list[MicrobatchId]] = {who: [] for who in books.replicas}
+        for m in range(self.num_microbatches):
+            ids[self.receipts[MicrobatchId(m), stage].incarnation].append(MicrobatchId(m))
+        books.round = ReduceRound(
+            stage, books.rounds, tuple((who, tuple(ids[who])) for who in books.replicas)
+        )
+        return books.round
+
+    def record_prepared(self, prepared: PreparedFacts) -> bool:
+        """True when it counts, False when it belongs to a cancelled round.
+
+        Raises `FencedError`, or `ReduceMismatchError` when two replicas hold different sums.
+        """
+        if not self.participates(prepared.incarnation):
+            raise FencedError(f"incarnation {prepared.incarnation} takes no part in this step")
+        books = self._stages[self._stage_of[prepared.incarnation]]
+        if books.round is None or books.round.round != prepared.round:
+            return False
+        for other in books.prepared.values():
+            if (other.sums_digest, other.squared_norms) != (
+                prepared.sums_digest,
+                prepared.squared_norms,
+            ):
+                raise ReduceMismatchError(
+                    f"incarnations {other.incarnation} and {prepared.incarnation} hold different "
+                    f"sums: {other.sums_digest:#x} and {prepared.sums_digest:#x}"
+                )
+        books.prepared[prepared.incarnation] = prepared
+        return True
+
+    def committable(self) -> bool:
+        """Every receipt is in and every remaining participant has prepared."""
+        return not self.missing() and all(
+            books.replicas
+            and books.round is not None
+            and books.prepared.keys() >= books.replicas.keys()
+            for books in self._stages.values()
+        )
+
+    def sums(self) -> dict[Stage, PreparedFacts]:
+        """One prepare per stage (they are equal); only when `committable`."""
+        return {stage: next(iter(b.prepared.values())) for stage, b in self._stages.items()}
+
+    def reduce_bytes(self) -> int:
+        return sum(p.reduce_bytes for b in self._stages.values() for p in b.prepared.values())
+
+    def contributions(self) -> dict[Stage, dict[Incarnation, tuple[MicrobatchId, ...]]]:
+        """Who computed what, by the frozen manifests; only when `committable`."""
+        return {
+            stage: dict(books.round.parts)
+            for stage, books in self._stages.items()
+            if books.round is not None
+        }
+
+    # ---- loss of nodes -------------------------------------------------------------------
+
+    def fence(self, lost: Iterable[Incarnation]) -> dict[Incarnation, list[Lease]]:
+        """Take incarnations out; returns new leases and changed neighbours, by who must be told.
+
+        What they held moves to live replicas, also what they had finished: their accumulators are
+        gone. Except when their round is under way and they had prepared: then the survivors have,
+        or will get, everything that was theirs. A stage without survivors keeps its slots (see
+        `empty_stages`); the step can't go on.
+        """
+        moved: set[Slot] = set()
+        for who in lost:
+            if not self.participates(who):
+                continue
+            stage = self._stage_of[who]
+            books = self._stages[stage]
+            del books.replicas[who]
+            if books.round is not None and who not in books.prepared:
+                books.round = None
+                books.prepared.clear()
+        for stage, books in self._stages.items():
+            if books.replicas:
+                moved |= self._move_slots(stage, books)
+        self.moved_last = {slot: self._holders[slot] for slot in moved}
+        return self._tell(moved)
+
+    def _move_slots(self, stage: Stage, books: _StageBooks) -> set[Slot]:
+        frozen = books.round is not None
+        orphans = [
+            slot
+            for slot, who in self._holders.items()
+            if slot[1] == stage
+            and who not in books.replicas
+            and not (frozen and slot in self.receipts)
+            and not self._validation_is_over(slot)
+        ]
+        if not orphans:
+            return set()
+        unfinished = dict.fromkeys(books.replicas, 0)
+        for slot, who in self._holders.items():
+            if slot[1] == stage and who in unfinished and slot not in self.receipts:
+                unfinished[who] += 1
+        routes = spread([m for m, _ in orphans], books.replicas, unfinished)
+        for slot in orphans:
+            self._holders[slot] = routes[slot[0]]
+            self.receipts.pop(slot, None)
+        return set(orphans)
+
+    def _validation_is_over(self, slot: Slot) -> bool:
+        last = (slot[0], Stage(self.num_stages - 1))
+        return self.is_validation(slot[0]) and last in self.receipts
+
+    def _tell(self, moved: set[Slot]) -> dict[Incarnation, list[Lease]]:
+        affected = {
+            (m, Stage(stage + offset))
+            for m, stage in moved
+            for offset in (-1, 0, 1)
+            if 0 <= stage + offset < self.num_stages
+        }
+        told: dict[Incarnation, list[Lease]] = {}
+        for slot in sorted(affected):
+            holder = self._holders[slot]
+            if self.participates(holder):
+                told.setdefault(holder, []).append(self._lease(slot))
+        return told
+
+
+def loss_of(receipts: Mapping[Slot, ReceiptFacts], ids: Sequence[int], last: Stage) -> float:
+    """The summed loss of microbatches `ids`, added in id order: independent of arrival."""
+    return sum(receipts[MicrobatchId(m), last].loss_sum or 0.0 for m in ids)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator's gRPC service: admission, sessions, and the two stores.
+
+One servicer answers on two ports. On the admission port nobody has a certificate, so only `Join`
+works there; everything else asks for the peer id that mutual TLS has verified.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+
+from shoal.coordinator.conductor import Conductor
+from shoal.coordinator.data.shards import ShardStore
+from shoal.protocol.authority import Authority
+from shoal.protocol.errors import (
+    AdmissionError,
+    CapacityError,
+    MalformedFrameError,
+    ShoalError,
+    UnknownPeerError,
+)
+from shoal.protocol.identity import verify_join_request
+from shoal.protocol.ids import PeerId, display_name
+from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
+from shoal.protocol.rpc import abort_with, peer_id_from_context
+from shoal.protocol.state_file import chunks
+
+log = logging.getLogger(__name__)
+
+LEAF_LIFETIME_S = 24 * 3600
+MAX_SESSIONS = 4096
+_MAX_EVENT_BYTES = 1 << 20
+_JOINS_PER_MINUTE = 600
+
+Context = grpc.aio.ServicerContext
+
+
+class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
+    def __init__(
+        self,
+        conductor: Conductor,
+        authority: Authority,
+        *,
+        run_folder: Path,
+        session_address: Callable[[], str],
+        discovery_addresses: Callable[[], list[str]],
+    ) -> None:
+        self._conductor = conductor
+        self._authority = authority
+        self._shards = ShardStore(run_folder)
+        self._session_address = session_address
+        self._discovery_addresses = discovery_addresses
+        self._admitted: set[PeerId] = set()
+        self._joins: deque[float] = deque(maxlen=_JOINS_PER_MINUTE)
+
+    # ---- admission -----------------------------------------------------------------------
+
+    async def Join(
+        self, request: coordinator_pb2.JoinRequest, context: Context
+    ) -> coordinator_pb2.JoinReply:
+        try:
+            return self._join(request)
+        except ShoalError as error:
+            log.info("refused to admit: %s", error)
+            await abort_with(context, error)
+
+    def _join(self, request: coordinator_pb2.JoinRequest) -> coordinator_pb2.JoinReply:
+        now_s = time.time()
+        if len(self._joins) == _JOINS_PER_MINUTE and now_s - self._joins[0] < 60:
+            raise CapacityError(f"over {_JOINS_PER_MINUTE} nodes asked to join within a minute")
+        self._joins.append(now_s)
+        run = self._conductor.run
+        peer_id = verify_join_request(request, now_s)
+        if request.run_id != run.run_id:
+            raise AdmissionError(
+                f"the link is for run {request.run_id[:64]!r}, this is {run.run_id}; "
+                "ask for a link to this run"
+            )
+        self._authority.check_token(request.token, run.run_id, now_s)
+        certificate, expires_s = self._authority.issue_leaf(
+            request.tls_key, peer_id, LEAF_LIFETIME_S, now_s
+        )
+        self._admitted.add(peer_id)
+        log.info("admitted %s (%s)", display_name(peer_id), peer_id)
+        return coordinator_pb2.JoinReply(
+            certificate=certificate,
+            authority=self._authority.certificate_pem,
+            session_address=self._session_address(),
+            run_spec=run.to_json(),
+            discovery_peers=self._discovery_addresses()[:16],
+            expires_s=expires_s,
+        )
+
+    async def Renew(
+        self, request: coordinator_pb2.RenewRequest, context: Context
+    ) -> coordinator_pb2.RenewReply:
+        try:
+            peer_id = peer_id_from_context(context)
+            if peer_id not in self._conductor.sessions:
+                raise UnknownPeerError("only attached nodes renew their certificate; attach first")
+            certificate, expires_s = self._authority.issue_leaf(
+                request.tls_key, peer_id, LEAF_LIFETIME_S, time.time()
+            )
+            return coordinator_pb2.RenewReply(certificate=certificate, expires_s=expires_s)
+        except ShoalError as error:
+            await abort_with(context, error)
+
+    # ---- sessions ------------------------------------------------------------------------
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterable[coordinator_pb2.NodeEvent], context: Context
+    ) -> AsyncIterator[coordinator_pb2.Command]:
+        try:
+            peer_id = peer_id_from_context(context)
+            events = aiter(request_iterator)
+            first = await anext(events, None)
+            if first is None or not first.HasField("hello"):
+                raise MalformedFrameError("a session begins with Hello")
+            if len(self._conductor.sessions) >= MAX_SESSIONS:
+                raise CapacityError(f"the run has {MAX_SESSIONS} nodes already")
+            session = self._conductor.attach(peer_id, first.hello)
+        except ShoalError as error:
+            await abort_with(context, error)
+            return
+        reader = asyncio.create_task(self._read(session, events))
+        try:
+            while (command := await session.outbox.get()) is not None:
+                yield command
+        finally:
+            reader.cancel()
+            self._conductor.detach(session)
+
+    async def _read(
+        self, session: Session, events: AsyncIterator[coordinator_pb2.NodeEvent]
+    ) -> None:
+        reason = "connection lost"
+        try:
+            async for event in events:
+                if event.ByteSize() > _MAX_EVENT_BYTES:
+                    reason = f"sent an event of {event.ByteSize()} bytes"
+                    break
+                self._conductor.receive(session, event)
+        except grpc.RpcError:
+            pass
+        except Exception:
+            log.exception("an event of %s failed", session.name)
+            reason = "internal error"
+        self._conductor.detach(session, session.farewell or reason)
+
+    # ---- stores --------------------------------------------------------------------------
+
+    async def FetchShard(  # type: ignore[override]
+        self, request: coordinator_pb2.ShardRequest, context: Context
+    ) -> AsyncIterator[peer_pb2.StateChunk]:
+        try:
+            peer_id_from_context(context)
+            path = self._shards.open(request.sha256.hex())
+        except ShoalError as error:
+            await abort_with(context, error)
+            return
+        async for chunk in _read_chunks(path):
+            yield chunk
+
+    async def FetchSnapshot(  # type: ignore[override]
+        self, request: peer_pb2.StateRequest, context: Context
+    ) -> AsyncIterator[peer_pb2.StateChunk]:
+        try:
+            peer_id_from_context(context)
+            path = self._conductor.snapshots.path(request.step, request.stage)
+        except ShoalError as error:
+            await abort_with(context, error)
+            return
+        async for chunk in _read_chunks(path):
+            yield chunk
+
+    async def StoreSnapshot(
+        self, request_iterator: AsyncIterable[coordinator_pb2.SnapshotChunk], context: Context
+    ) -> coordinator_pb2.SnapshotReceipt:
+        try:
+            return await self._store_snapshot(request_iterator, context)
+        except ShoalError as error:
+            log.warning("snapshot refused: %s", error)
+            await abort_with(context, error)
+
+    async def _store_snapshot(
+        self, messages: AsyncIterable[coordinator_pb2.SnapshotChunk], context: Context
+    ) -> coordinator_pb2.SnapshotReceipt:
+        peer_id = peer_id_from_context(context)
+        incoming = aiter(messages)
+        first = await anext(incoming, None)
+        if first is None or not first.HasField("snapshot"):
+            raise MalformedFrameError("a snapshot begins with the step and stage that it is of")
+        step, stage = first.snapshot.step, first.snapshot.stage
+        if not self._conductor.expects_snapshot(peer_id, step, stage):
+            raise UnknownPeerError(
+                f"nobody asked this node for the snapshot of stage {stage}, step {step}"
+            )
+        store = self._conductor.snapshots
+        digests = self._conductor.state.weights_digests.get(step)
+        with store.receiver(step, stage) as receiver:
+            async for message in incoming:
+                await asyncio.to_thread(receiver.feed, message.chunk)
+            path = await asyncio.to_thread(receiver.finish)
+            complete = await asyncio.to_thread(
+                store.add,
+                step,
+                stage,
+                path,
+                sha256=receiver.sha256,
+                weights_digest=digests[stage] if digests else None,
+            )
+        if complete:
+            self._conductor.snapshot_stored(step)
+        return coordinator_pb2.SnapshotReceipt(step=step, stage=stage)
+
+
+async def _read_chunks(path: Path) -> AsyncIterator[peer_pb2.StateChunk]:
+    """The file's chunks, read off the event loop."""
+    pieces = chunks(path)
+    while (chunk := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield chunk

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The durable state of a run: events that are logged, and a pure reducer over them.
+
+What is not here (receipts, sessions, queues) is soft and comes back from the nodes.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal.protocol.ids import Incarnation, PeerId
+
+
+class Event(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    time_s: float
+
+
+class RunCreated(Event):
+    kind: Literal["run_created"] = "run_created"
+    run_digest: str
+
+
+class StageAssigned(Event):
+    kind: Literal["stage_assigned"] = "stage_assigned"
+    incarnation: Incarnation
+    peer_id: PeerId
+    name: str
+    stage: int
+
+
+class NodeFenced(Event):
+    kind: Literal["node_fenced"] = "node_fenced"
+    incarnation: Incarnation
+    reason: str
+
+
+class StepOpened(Event):
+    kind: Literal["step_opened"] = "step_opened"
+    step: int
+    attempt: int
+
+
+class StepCommitted(Event):
+    """The step record: what a replay needs, and what the ledger proves."""
+
+    kind: Literal["step_committed"] = "step_committed"
+    step: int
+    attempt: int
+    loss: float
+    validation_loss: float | None
+    grad_norm: float
+    clip_scale: float
+    learning_rate: float
+    scale_exponent: int
+    loss_scale: float
+    num_tokens: int
+    sums_digests: tuple[int, ...]
+    """By stage."""
+    contributions: tuple[dict[Incarnation, tuple[int, ...]], ...]
+    """By stage: which incarnation's gradient was counted for which microbatches."""
+    boundary_bytes: int
+    reduce_bytes: int
+    seconds: float
+
+
+class StepApplied(Event):
+    kind: Literal["step_applied"] = "step_applied"
+    step: int
+    weights_digests: tuple[int, ...]
+    """By stage."""
+
+
+class SnapshotStored(Event):
+    kind: Literal["snapshot_stored"] = "snapshot_stored"
+    step: int
+
+
+class RolledBack(Event):
+    kind: Literal["rolled_back"] = "rolled_back"
+    to_step: int
+    reason: str
+
+
+class Paused(Event):
+    kind: Literal["paused"] = "paused"
+    reason: str
+
+
+class Resumed(Event):
+    kind: Literal["resumed"] = "resumed"
+
+
+class RunFinished(Event):
+    kind: Literal["run_finished"] = "run_finished"
+    weights_sha256: str
+
+
+AnyEvent = (
+    RunCreated
+    | StageAssigned
+    | NodeFenced
+    | StepOpened
+    | StepCommitted
+    | StepApplied
+    | SnapshotStored
+    | RolledBack
+    | Paused
+    | Resumed
+    | RunFinished
+)
+
+EVENT_KINDS: dict[str, type[Event]] = {
+    cls.model_fields["kind"].default: cls
+    for cls in (
+        RunCreated,
+        StageAssigned,
+        NodeFenced,
+        StepOpened,
+        StepCommitted,
+        StepApplied,
+        SnapshotStored,
+        RolledBack,
+        Paused,
+        Resumed,
+        RunFinished,
+    )
+}
+
+DURABLE = (
+    RunCreated,
+    StageAssigned,
+    NodeFenced,
+    StepOpened,
+    StepCommitted,
+    SnapshotStored,
+    RolledBack,
+    Paused,
+    Resumed,
+    RunFinished,
+)
+"""Fsynced before anything follows from them. The rest can be had again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    step: int = 0
+    """Committed steps contained in the weights."""
+    highest_step: int = 0
+    """The highest step ever committed; above `step` after a rollback."""
+    attempt: int = 0
+    """Attempts at step + 1 so far."""
+    last_incarnation: Incarnation = Incarnation(0)  # noqa: RUF009 - a NewType over int
+    records: dict[int, StepCommitted] = field(default_factory=dict)
+    weights_digests: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    peers: dict[Incarnation, PeerId] = field(default_factory=dict)
+    snapshot_step: int = 0
+    paused: str | None = None
+    weights_sha256: str | None = None
+
+
+def apply(event: AnyEvent, state: RunState) -> RunState:
+    """The state after `event`. Pure: the argument is left as it was."""
+    match event:
+        case StageAssigned():
+            return replace(
+                state,
+                last_incarnation=max(state.last_incarnation, event.incarnation),
+                peers={**state.peers, event.incarnation: event.peer_id},
+            )
+        case StepOpened():
+            return replace(state, attempt=event.attempt)
+        case StepCommitted():
+            assert event.step == state.step + 1, "steps are committed in order"
+            # The first record of a step stands: a recomputed step must equal it.
+            records = state.records
+            if event.step not in records:
+                records = {**records, event.step: event}
+            return replace(
+                state,
+                step=event.step,
+                highest_step=max(state.highest_step, event.step),
+                attempt=0,
+                records=records,
+            )
+        case StepApplied():
+            return replace(
+                state, weights_digests={**state.weights_digests, event.step: event.weights_digests}
+            )
+        case SnapshotStored():
+            return replace(state, snapshot_step=event.step)
+        case RolledBack():
+            return replace(state, step=event.to_step, attempt=0)
+        case Paused():
+            return replace(state, paused=event.reason)
+        case Resumed():
+            return replace(state, paused=None)
+        case RunFinished():
+            return replace(state, weights_sha256=event.weights_sha256)
+        case RunCreated() | NodeFenced():
+            return state

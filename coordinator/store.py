@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's event log: what the coordinator's state is replayed from.
+
+An event is a kind and a JSON payload. Its sequence number counts up from 1 without holes; reading
+checks that. A durable append has reached the disk when it returns. Others are kept in memory and
+go with the next durable append, with `flush`, or once they are numerous; a kill may lose them, and
+only them: what is lost is always the log's end.
+"""
+
+import abc
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shoal.protocol.atomic_file import storage_error
+from shoal.protocol.errors import CapacityError, StorageError, VersionError
+from shoal.protocol.spec import canonical_json
+from shoal.version import EVENT_LOG_VERSION
+
+MAX_KIND_CHARS = 100
+MAX_PAYLOAD_BYTES = 4 << 20
+MAX_PENDING = 1000
+"""Events in memory; the next append writes them all."""
+
+_APPLICATION_ID = 0x53484F41  # "SHOA", in the database's header
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    sequence: int
+    kind: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event with its payload as the bytes on disk."""
+
+    sequence: int
+    kind: str
+    payload: bytes
+
+
+class EventStore(abc.ABC):
+    """Append-only, one writer. Safe to call from several threads; durable appends block."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pending: list[StoredEvent] = []
+        self._last = 0
+        self._closed = False
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the newest event, durable or not; 0 when there is none."""
+        return self._last
+
+    def append(self, kind: str, payload: Mapping[str, Any], *, durable: bool = True) -> int:
+        """The event's sequence number. `payload` must be JSON; tuples come back as lists.
+
+        Raises `StorageError` when the disk is full or the payload too large; the event is then
+        not in the log, and earlier ones that weren't durable are still to be written.
+        """
+        encoded = _encode(kind, payload)
+        with self._lock:
+            self._check_open()
+            record = StoredEvent(self._last + 1, kind, encoded)
+            if durable or len(self._pending) >= MAX_PENDING:
+                self._write([*self._pending, record])
+                self._pending.clear()
+            else:
+                self._pending.append(record)
+            self._last = record.sequence
+            return record.sequence
+
+    def flush(self) -> None:
+        """Make everything durable. For the daemon's timer. Raises `StorageError`."""
+        with self._lock:
+            self._check_open()
+            if self._pending:
+                self._write(self._pending)
+                self._pending.clear()
+
+    def read(self, after: int = 0) -> Iterator[Event]:
+        """Events with a higher sequence number than `after`, in order, also those not durable.
+
+        Raises `StorageError` for a damaged log.
+        """
+        with self._lock:
+            self._check_open()
+            records = [*self._read(after), *(r for r in self._pending if r.sequence > after)]
+        return _decode(records)
+
+    def compact(self, through: int, kind: str, payload: Mapping[str, Any]) -> None:
+        """Replace all events up to and including `through` by one, with that sequence number:
+        the state that they add up to. Durable, all or nothing. Raises `StorageError`."""
+        assert 0 < through <= self._last
+        record = StoredEvent(through, kind, _encode(kind, payload))
+        with self._lock:
+            self.flush()
+            self._replace(record)
+
+    def close(self) -> None:
+        """Flush and let go; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self.flush()
+            finally:
+                self._closed = True
+                self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("the event log is closed.")
+
+    @abc.abstractmethod
+    def _write(self, records: list[StoredEvent]) -> None:
+        """All or nothing, durable."""
+
+    @abc.abstractmethod
+    def _read(self, after: int) -> list[StoredEvent]: ...
+
+    @abc.abstractmethod
+    def _replace(self, record: StoredEvent) -> None: ...
+
+    @abc.abstractmethod
+    def _release(self) -> None: ...
+
+
+class InMemoryEventStore(EventStore):
+    """For tests and the simulator. `disk` holds what is durable: a second store on the same
+    `disk` sees what a restarted coordinator would. With `capacity_bytes` the disk can be full."""
+
+    def __init__(
+        self, disk: list[StoredEvent] | None = None, *, capacity_bytes: int | None = None
+    ) -> None:
+        super().__init__()
+        self.disk = [] if disk is None else disk
+        self.capacity_bytes = capacity_bytes
+        self._last = self.disk[-1].sequence if self.disk else 0
+
+    def _write(self, records: list[StoredEvent]) -> None:
+        used = sum(len(record.payload) for record in [*self.disk, *records])
+        if self.capacity_bytes is not None and used > self.capacity_bytes:
+            raise StorageError(f"the event log's {self.capacity_bytes} bytes are full.")
+        self.disk.extend(records)
+
+    def _read(self, after: int) -> list[StoredEvent]:
+        return [record for record in self.disk if record.sequence > after]
+
+    def _replace(self, record: StoredEvent) -> None:
+        self.disk[:] = [record, *(r for r in self.disk if r.sequence > record.sequence)]
+
+    def _release(self) -> None:
+        pass
+
+
+class SqliteEventStore(EventStore):
+    """One SQLite file (WAL, fsync at each commit), and a lock on its folder while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `CapacityError` when another process has the folder, `VersionError` for another
+        release's log (left unchanged), `StorageError` for what isn't a log."""
+        super().__init__()
+        self.path = path
+        self._folder_lock = RunFolderLock(path.parent)
+        try:
+            if path.exists():
+                _check_version(path)
+            with _storage_errors(path):
+                self._database = sqlite3.connect(
+                    path, isolation_level=None, check_same_thread=False
+                )
+                try:
+                    self._prepare()
+                except BaseException:
+                    self._database.close()
+                    raise
+        except BaseException:
+            self._folder_lock.release()
+            raise
+
+    def _prepare(self) -> None:
+        execute = self._database.execute
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        if execute("PRAGMA user_version").fetchone() == (0,):  # a new file
+            with self._transaction():
+                execute(
+                    "CREATE TABLE events "
+                    "(sequence INTEGER PRIMARY KEY, kind TEXT NOT NULL, payload BLOB NOT NULL)"
+                )
+                execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                execute(f"PRAGMA user_version = {EVENT_LOG_VERSION}")
+        (last,) = execute("SELECT coalesce(max(sequence), 0) FROM events").fetchone()
+        self._last = last
+
+    def _write(self, records: list[StoredEvent]) -> None:
+        with _storage_errors(self.path), self._transaction():
+            self._database.executemany(
+                "INSERT INTO events VALUES (?, ?, ?)",
+                [(record.sequence, record.kind, record.payload) for record in records],
+            )
+
+    def _read(self, after: int) -> list[StoredEvent]:
+        with _storage_errors(self.path):
+            return _select(self._database, after)
+
+    def _replace(self, record: StoredEvent) -> None:
+        with _storage_errors(self.path), self._transaction():
+            self._database.execute("DELETE FROM events WHERE sequence <= ?", (record.sequence,))
+            self._database.execute(
+                "INSERT INTO events VALUES (?, ?, ?)",
+                (record.sequence, record.kind, record.payload),
+            )
+
+    def _release(self) -> None:
+        try:
+            with _storage_errors(self.path):
+                self._database.close()
+        finally:
+            self._folder_lock.release()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:  # a full disk may have rolled back already
+                self._database.execute("ROLLBACK")
+            raise
+
+
+class RunFolderLock:
+    """At most one coordinator works in a run folder. The kernel lets go when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `CapacityError` naming the process that holds it."""
+        path = folder / "coordinator.lock"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+", encoding="ascii")
+        except OSError as error:
+            raise storage_error(path, error) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            pid = self._file.read(20).strip() or "unknown"
+            self._file.close()
+            raise CapacityError(
+                f"{folder}: another coordinator (pid {pid}) has this run. "
+                "Stop it first, or leave it running and use `shoal status`."
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def read_event_log(path: Path, after: int = 0) -> Iterator[Event]:
+    """The durable events, beside a coordinator that may be running. Takes no lock.
+
+    Raises `StorageError` or `VersionError`.
+    """
+    if not path.exists():
+        raise StorageError(f"{path}: no event log here. Give the folder of a run.")
+    _check_version(path)
+    with _storage_errors(path), contextlib.closing(_read_only(path)) as database:
+        return _decode(_select(database, after))
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+
+def _check_version(path: Path) -> None:
+    with _storage_errors(path), contextlib.closing(_read_only(path)) as database:
+        (application,) = database.execute("PRAGMA application_id").fetchone()
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if (application, version, tables) == (0, 0, 0):
+        return  # created, and killed before anything was written
+    if application != _APPLICATION_ID:
+        raise StorageError(f"{path}: not an event log. Move it away, or choose another folder.")
+    if version != EVENT_LOG_VERSION:
+        raise VersionError(
+            f"{path}: event log version {version}, this release reads {EVENT_LOG_VERSION}. "
+            "Use the release that wrote it; the file is unchanged."
+        )
+
+
+def _select(database: sqlite3.Connection, after: int) -> list[StoredEvent]:
+    rows = database.execute(
+        "SELECT sequence, kind, payload FROM events WHERE sequence > ? ORDER BY sequence", (after,)
+    )
+    return [StoredEvent(*row) for row in rows]
+
+
+def _encode(kind: str, payload: Mapping[str, Any]) -> bytes:
+    encoded = canonical_json(dict(payload))
+    if len(kind) > MAX_KIND_CHARS or len(encoded) > MAX_PAYLOAD_BYTES:
+        raise StorageError(
+            f"event {kind[:MAX_KIND_CHARS]!r} of {len(encoded)} bytes exceeds the log's "
+            f"{MAX_PAYLOAD_BYTES}. Store large things as files, and log their digest."
+        )
+    return encoded
+
+
+def _decode(records: Iterable[StoredEvent]) -> Iterator[Event]:
+    previous: int | None = None
+    for record in records:
+        if previous is not None and record.sequence != previous + 1:
+            raise StorageError(
+                f"the event log is damaged: {record.sequence} follows {previous}. "
+                "Restore the run folder from a copy."
+            )
+        previous = record.sequence
+        try:
+            payload = json.loads(record.payload)
+        except ValueError as error:
+            raise StorageError(
+                f"the event log is damaged at {record.sequence}: {error}. "
+                "Restore the run folder from a copy."
+            ) from None
+        yield Event(record.sequence, record.kind, payload)
+
+
+@contextlib.contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            remedy = f"free some space under {path.parent}; the run goes on from its last event"
+        elif getattr(error, "sqlite_errorcode", None) in (
+            sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+        ):
+            remedy = "restore the run folder from a copy"
+        else:
+            remedy = "check that the disk is healthy and the folder is writable"
+        raise StorageError(f"{path}: {error}; {remedy}.") from error

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What peers may send: every header is held against the plan before a byte is allocated.
+
+Commands of the coordinator reach nodes at slightly different times, so a tensor may arrive before
+the step or lease that it belongs to. Such tensors are parked, within bounds, and handed over when
+the command arrives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from shoal.compression.codec import CodecContext
+from shoal.compression.registry import Boundary
+from shoal.node.swarm_view import SwarmView
+from shoal.protocol.errors import (
+    FencedError,
+    MalformedFrameError,
+    WrongCodecError,
+    WrongLeaseError,
+    WrongRunError,
+    WrongShapeError,
+    WrongStepError,
+)
+from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId
+from shoal.protocol.proto import types_pb2
+from shoal.protocol.spec import ResolvedRun, StageSpec
+from shoal.protocol.wire import ReceivedTensor
+
+Leg = Literal["forward", "backward"]
+
+_LEGS: dict[int, Leg] = {
+    types_pb2.DIRECTION_FORWARD: "forward",
+    types_pb2.DIRECTION_BACKWARD: "backward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryTensor:
+    """A decoded boundary tensor and what it is for."""
+
+    step: int
+    attempt: int
+    leg: Leg
+    microbatch: MicrobatchId
+    sender: Incarnation
+    tensor: torch.Tensor
+
+
+Deliver = Callable[[BoundaryTensor], bool]
+"""Hands a tensor to the open step; False for a duplicate, `WrongLeaseError` when it doesn't fit."""
+
+
+class BoundaryInbox:
+    """Boundary tensors for one assignment (stage, incarnation)."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        stage: StageSpec,
+        boundary: Boundary,
+        swarm: SwarmView,
+        device: torch.device,
+        committed_step: int,
+    ) -> None:
+        self._run = run
+        self._stage = stage
+        self._boundary = boundary
+        self._swarm = swarm
+        self._device = device
+        model, batch = run.spec.model, run.spec.batch
+        self._shape = (batch.microbatch_size, model.seq_len, model.dim)
+        validation = run.spec.validation.microbatches if run.spec.validation.every else 0
+        self._max_microbatches = batch.microbatches + validation
+        self._step = committed_step
+        self._attempt = 0
+        self._deliver: Deliver | None = None
+        self._parked: dict[tuple[int, int, Leg, int, Incarnation], BoundaryTensor] = {}
+
+    def codec_of(self, leg: Leg) -> str:
+        codec = self._boundary.forward if leg == "forward" else self._boundary.backward
+        return codec.spec
+
+    def admit(self, header: types_pb2.TensorHeader, sender: PeerId) -> int:
+        """The payload length that the plan allows; raises a `ProtocolError` for anything else."""
+        key = header.key
+        if key.run_id != self._run.run_id:
+            raise WrongRunError(f"tensor of run {key.run_id!r}; this is {self._run.run_id!r}")
+        leg = _LEGS.get(key.direction)
+        if leg is None:
+            raise MalformedFrameError(f"direction {key.direction} is not a boundary's")
+        member = self._swarm.check(Incarnation(key.incarnation), sender)
+        neighbour = self._stage.stage + (-1 if leg == "forward" else 1)
+        if key.stage != self._stage.stage or member.stage != neighbour:
+            raise WrongLeaseError(
+                f"{leg} tensor from stage {member.stage} for stage {key.stage}; "
+                f"this is stage {self._stage.stage}"
+            )
+        self._check_step(key.step, key.attempt)
+        if key.microbatch >= self._max_microbatches:
+            raise WrongLeaseError(
+                f"microbatch {key.microbatch}; steps of this run have {self._max_microbatches}"
+            )
+        codec = self._boundary.forward if leg == "forward" else self._boundary.backward
+        if header.codec != codec.spec or header.codec_version != codec.version:
+            raise WrongCodecError(
+                f"codec {header.codec!r} version {header.codec_version}; the run's is "
+                f"{codec.spec!r} version {codec.version}"
+            )
+        if tuple(header.shape) != self._shape or header.dtype != types_pb2.DTYPE_FLOAT32:
+            raise WrongShapeError(
+                f"boundary tensor of shape {list(header.shape)[:8]} and dtype {header.dtype}; "
+                f"the plan's is {list(self._shape)}, float32"
+            )
+        return codec.encoded_bytes(self._shape)
+
+    def decode(self, received: ReceivedTensor) -> BoundaryTensor:
+        """Raises `CodecError` or `NonFiniteError`. May run in any thread."""
+        key = received.header.key
+        leg = _LEGS[key.direction]
+        sender_boundary = self._stage.stage - 1 if leg == "forward" else self._stage.stage
+        context = CodecContext(
+            run_seed=self._run.spec.seed,
+            step=key.step,
+            microbatch=key.microbatch,
+            boundary=sender_boundary,
+            leg=leg,
+        )
+        codec = self._boundary.forward if leg == "forward" else self._boundary.backward
+        tensor = codec.decode(
+            received.payload, self._shape, context, device=self._device
+        )
+        return BoundaryTensor(
+            step=key.step,
+            attempt=key.attempt,
+            leg=leg,
+            microbatch=MicrobatchId(key.microbatch),
+            sender=Incarnation(key.incarnation),
+            tensor=tensor,
+        )
+
+    def accept(self, tensor: BoundaryTensor) -> bool:
+        """Deliver or park; False for a duplicate. Raises `WrongStepError` when it came too late."""
+        self._check_step(tensor.step, tensor.attempt)
+        if self._swarm.member(tensor.sender) is None:
+            raise FencedError(f"incarnation {tensor.sender} left the plan")
+        if self._deliver is not None and (tensor.step, tensor.attempt) == (
+            self._step,
+            self._attempt,
+        ):
+            try:
+                return self._deliver(tensor)
+            except WrongLeaseError:
+                pass  # the lease may be on its way here
+        key = (tensor.step, tensor.attempt, tensor.leg, tensor.microbatch, tensor.sender)
+        fresh = key not in self._parked
+        if fresh and len(self._parked) >= 4 * self._max_microbatches:
+            raise WrongLeaseError(
+                f"{len(self._parked)} tensors wait for leases already; "
+                f"microbatch {tensor.microbatch} isn't leased here"
+            )
+        self._parked[key] = tensor
+        return fresh
+
+    def _check_step(self, step: int, attempt: int) -> None:
+        current = (self._step, self._attempt)
+        closed = self._deliver is None and step == self._step
+        if (step, attempt) < current or closed or step > self._step + 1 or attempt > 1_000_000:
+            raise WrongStepError(
+                f"tensor of step {step}, attempt {attempt}; this node is at step {self._step}, "
+                f"attempt {self._attempt}"
+            )
+
+    def open_step(self, step: int, attempt: int, deliver: Deliver) -> None:
+        self._step, self._attempt, self._deliver = step, attempt, deliver
+        self._parked = {k: v for k, v in self._parked.items() if k[:2] >= (step, attempt)}
+        self.leases_changed()
+
+    def close_step(self) -> None:
+        """The step is committed: whatever still comes for it is late."""
+        self._deliver = None
+        self._parked = {k: v for k, v in self._parked.items() if k[0] > self._step}
+
+    def leases_changed(self) -> None:
+        """Hand over what was parked for leases that have come since."""
+        if self._deliver is None:
+            return
+        for key, tensor in list(self._parked.items()):
+            if key[:2] != (self._step, self._attempt):
+                continue
+            try:
+                self._deliver(tensor)
+            except WrongLeaseError:
+                continue
+            del self._parked[key]

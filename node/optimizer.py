@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose bits depend on one element alone.
+
+Only elementwise multiplications, additions, divisions and roots, each rounded once: no
+`addcmul`, `lerp` or `add(alpha=)`, whose vectorised bodies fuse what their scalar tails do not.
+So an element's update is the same in any slice, on any device that follows IEEE 754.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shoal.protocol.spec import OptimizerSpec
+
+_CHUNK = 1 << 18  # elements; bounds the scratch
+
+
+def is_decayed(name: str, weights: Tensor) -> bool:
+    """Weight decay acts on matrices; not on norms, nor on the embedding, most of whose rows have
+    no gradient in most steps and would only shrink."""
+    return weights.dim() == 2 and "embed_tokens" not in name
+
+
+@torch.no_grad()
+def apply_update(
+    weights: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    *,
+    step: int,
+    lr: float,
+    spec: OptimizerSpec,
+    decay: bool,
+) -> None:
+    """Update `weights` and both moments in place for optimizer step `step` (from 1).
+
+    All four are contiguous fp32 tensors of one shape; `gradient` is averaged and clipped.
+    `decay` says whether `spec.weight_decay` applies (see `is_decayed`).
+    """
+    step_size = lr / (1.0 - _power(spec.beta1, step))
+    root_correction = 1.0 / math.sqrt(1.0 - _power(spec.beta2, step))
+    shrink = 1.0 - lr * spec.weight_decay
+    chunks = (torch.split(t.view(-1), _CHUNK) for t in (weights, exp_avg, exp_avg_sq, gradient))
+    for w, m, v, g in zip(*chunks, strict=True):
+        if decay:
+            w.mul_(shrink)
+        m.mul_(spec.beta1).add_(g * (1.0 - spec.beta1))
+        v.mul_(spec.beta2).add_((g * g).mul_(1.0 - spec.beta2))
+        scale = v.sqrt().mul_(root_correction).add_(spec.eps)
+        w.sub_((m / scale).mul_(step_size))
+
+
+def _power(base: float, exponent: int) -> float:
+    """`base ** exponent` by squaring: the C library's `pow` differs between platforms."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pipeline stage: weights, optimizer state, autograd graphs, and the sums of a step.
+
+Forwards and backwards are pure functions of the weights and their inputs. A microbatch's gradient
+is computed on its own and added once, in fixed point, so neither order nor placement shows in
+the result. Used by one thread; knows nothing of the network.
+
+Shapes: B sequences, T positions, D width, V vocabulary.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal.node.digest import digest_tensors, tensor_digest
+from shoal.node.fixed_point import Accumulator, largest, squared_norms, to_gradient
+from shoal.node.model.initialise import initial_tensor
+from shoal.node.model.loss import summed_loss
+from shoal.node.model.transformer import build_stage_model
+from shoal.node.optimizer import apply_update, is_decayed
+from shoal.protocol.errors import (
+    NonFiniteError,
+    ProtocolError,
+    WrongLeaseError,
+    WrongShapeError,
+    WrongStepError,
+)
+from shoal.protocol.spec import ResolvedRun
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_EXPONENT = 256  # far beyond any sensible scale, far within fp64
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A microbatch between forward and backward. Without `output`, `x` alone brings it back."""
+
+    x: Tensor
+    output: Tensor | None
+
+
+class StageRuntime:
+    """A stage of a run on a device.
+
+    `weights`, `exp_avg` and `exp_avg_sq` are the live fp32 tensors by global name, in canonical
+    order (`names`, `numels`); callers read them. `step` counts the committed steps they contain.
+    """
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        stage: int,
+        *,
+        device: torch.device,
+        compute_dtype: ComputeDtype,
+        recompute: bool = False,
+    ) -> None:
+        """All state is zero, at step 0, until `initialise` or `load_state`.
+
+        On CUDA this asks the whole process for deterministic kernels; cuBLAS also wants
+        CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment.
+        """
+        if device.type == "cuda":
+            # Attention's backward otherwise adds in the order in which its blocks finish.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        self.run = run
+        self.spec = run.stage(stage)
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.max_graphs = 0 if recompute else sys.maxsize
+        """Autograd graphs kept at most between forward and backward; the rest is recomputed, to
+        the same bits. May change at any time."""
+        self.step = 0
+        self.accumulated: set[int] = set()
+        """Microbatches whose gradient is in `sums`."""
+
+        self._model = build_stage_model(run.spec.model, self.spec, device=device)
+        self._parameters = list(self._model.parameters())
+        self.weights = {n: p.detach() for n, p in self._model.named_parameters()}
+        self.exp_avg = {n: torch.zeros_like(w) for n, w in self.weights.items()}
+        self.exp_avg_sq = {n: torch.zeros_like(w) for n, w in self.weights.items()}
+        self.names = tuple(self.weights)
+        self.numels = tuple(w.numel() for w in self.weights.values())
+        self._accumulator = Accumulator(
+            self.numels, max_terms=run.spec.batch.microbatches, device=device
+        )
+        self._in_flight: dict[int, _InFlight] = {}
+        self._scale_exponent = 0
+        self._loss_scale = 1.0
+
+    # ---- state ---------------------------------------------------------------------------
+
+    def initialise(self) -> None:
+        """The state at step 0: a function of the run's seed and the tensors' names."""
+        spec = self.run.spec
+        for name, weights in self.weights.items():
+            weights.copy_(initial_tensor(name, weights.shape, seed=spec.seed, model=spec.model))
+            self.exp_avg[name].zero_()
+            self.exp_avg_sq[name].zero_()
+        self._restart(step=0)
+
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Copy a state in: what `state_tensors` gave after `step` committed steps.
+
+        Raises `WrongShapeError` for missing or unknown names and for other shapes or dtypes, and
+        then changes nothing.
+        """
+        own = self._named_state()
+        if set(own) != set(tensors):
+            odd = sorted(set(own) ^ set(tensors))
+            raise WrongShapeError(
+                f"state of stage {self.spec.stage}: {len(odd)} tensors missing or unknown, "
+                f"such as {odd[0]!r}; it belongs to another stage or run"
+            )
+        for key, tensor in tensors.items():
+            _check_shape(f"state tensor {key!r}", tensor, own[key].shape, torch.float32)
+        for key, tensor in tensors.items():
+            own[key].copy_(tensor)
+        self._restart(step=step)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """CPU copies, keyed "weights/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME"."""
+        return {key: t.to("cpu", copy=True) for key, t in self._named_state().items()}
+
+    def weights_digest(self) -> int:
+        return digest_tensors(self.weights.items())
+
+    @property
+    def memory(self) -> int:
+        """Bytes of weights, moments and sums; graphs in flight come on top."""
+        state = sum(t.nbytes for t in self._named_state().values())
+        return state + self.sums.nbytes
+
+    # ---- a step's microbatches -----------------------------------------------------------
+
+    def begin_step(self, step: int, scale_exponent: int, loss_scale: float) -> None:
+        """Open `step`, or open it again: sums, `accumulated` and microbatches in flight go.
+
+        Raises `WrongStepError` unless `step` follows the state, and `ProtocolError` for a scale
+        out of bounds; `loss_scale` is a power of two.
+        """
+        self._check_step(step)
+        mantissa, exponent = math.frexp(loss_scale) if math.isfinite(loss_scale) else (0.0, 0)
+        if mantissa != 0.5 or max(abs(scale_exponent), abs(exponent)) > _MAX_EXPONENT:
+            raise ProtocolError(
+                f"step {step}: loss_scale = {loss_scale} must be a power of two, and it and "
+                f"2^scale_exponent = 2^{scale_exponent} within 2^±{_MAX_EXPONENT}"
+            )
+        self._scale_exponent = scale_exponent
+        self._loss_scale = loss_scale
+        self._restart(step=self.step)
+
+    def forward(self, microbatch: int, x: Tensor) -> Tensor:
+        """`hidden_BTD` fp32 for the next stage; not for the last stage. Keeps what the backward
+        needs. May be repeated. Raises `NonFiniteError` for what must not be sent on."""
+        assert not self.spec.is_last, "the last stage's forward ends in the loss"
+        x = self._own_input(x)
+        output = self._compute(x)
+        hidden_BTD = output.detach()
+        _check_finite(f"activation of microbatch {microbatch}", hidden_BTD)
+        self._in_flight.pop(microbatch, None)
+        kept = sum(entry.output is not None for entry in self._in_flight.values())
+        self._in_flight[microbatch] = _InFlight(x, output if kept < self.max_graphs else None)
+        return hidden_BTD
+
+    def backward(self, microbatch: int, grad_BTD: Tensor) -> Tensor | None:
+        """Gradient of the (scaled) summed loss by the stage's input, None on the first stage.
+
+        Adds the weights' gradient into `sums`, unless `accumulated` says that it is there. On
+        `NonFiniteError` or `NumericOverflowError` nothing was added, and the call may be repeated.
+        Raises `WrongLeaseError` without a forward, `WrongShapeError` for another shape.
+        """
+        entry = self._in_flight.get(microbatch)
+        if entry is None:
+            raise WrongLeaseError(
+                f"gradient of microbatch {microbatch}, whose forward stage {self.spec.stage} "
+                "has not run here; send its input first"
+            )
+        x, output = entry.x, entry.output
+        shape = (*x.shape[:2], self.run.spec.model.dim)
+        _check_shape(f"gradient of microbatch {microbatch}", grad_BTD, shape, torch.float32)
+        entry.output = None  # autograd frees the graph; a repetition starts from the input
+        if output is None:
+            output = self._compute(x)
+        input_gradient = self._differentiate(microbatch, x, output, grad_BTD.to(self.device))
+        del self._in_flight[microbatch]
+        return input_gradient
+
+    def forward_backward_loss(
+        self, microbatch: int, x: Tensor, targets_BT: Tensor
+    ) -> tuple[float, Tensor | None]:
+        """The last stage's whole work: the summed loss in nats, unscaled, and the gradient of the
+        scaled loss by the input (None where one stage is all). Adds and raises as `backward`."""
+        x = self._own_input(x)
+        loss = self._loss(x, targets_BT)
+        loss_sum = loss.item()
+        if not math.isfinite(loss_sum):
+            raise NonFiniteError(f"loss of microbatch {microbatch} is {loss_sum}")
+        return loss_sum, self._differentiate(microbatch, x, loss * self._loss_scale, None)
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor) -> Tensor:
+        """`hidden_BTD` fp32, with nothing kept. Raises `NonFiniteError`."""
+        with self._autocast():
+            hidden_BTD: Tensor = self._model(x.to(self.device))
+        _check_finite("activation of a validation microbatch", hidden_BTD)
+        return hidden_BTD
+
+    @torch.no_grad()
+    def evaluate_loss(self, x: Tensor, targets_BT: Tensor) -> float:
+        """The last stage's summed loss in nats, with nothing kept; may be NaN."""
+        return self._loss(x.to(self.device), targets_BT).item()
+
+    def drop(self, microbatch: int) -> None:
+        """Forget a forward whose backward isn't coming. Its gradient, if added, stays."""
+        self._in_flight.pop(microbatch, None)
+
+    # ---- the step's end ------------------------------------------------------------------
+
+    @property
+    def sums(self) -> Tensor:
+        """The live flat int64 sums, in tensor order. For reading: a reduction that breaks off
+        must find them unmodified."""
+        return self._accumulator.sums
+
+    def sums_digest(self, totals: Tensor) -> int:
+        return tensor_digest(totals)
+
+    def squared_norms(self, totals: Tensor, num_tokens: int) -> list[float]:
+        """Squared norm of each tensor's gradient of the mean loss, at the open step's scale."""
+        self._check_totals(totals)
+        return squared_norms(totals, self.numels, self._scale_exponent, num_tokens)
+
+    @torch.no_grad()
+    def apply(
+        self,
+        totals: Tensor,
+        *,
+        step: int,
+        num_tokens: int,
+        learning_rate: float,
+        clip_scale: float,
+        scale_exponent: int,
+    ) -> None:
+        """Commit `step`: update weights and moments in place from all replicas' `totals`.
+
+        Raises `WrongStepError` or `WrongShapeError` before anything changes. After any other
+        exception the state is torn and must be loaded again.
+        """
+        self._check_step(step)
+        self._check_totals(totals)
+        self._in_flight.clear()  # their graphs refer to the old weights
+        for name, part in zip(self.names, torch.split(totals, list(self.numels)), strict=True):
+            weights = self.weights[name]
+            gradient = to_gradient(part, scale_exponent, num_tokens, weights.shape)
+            apply_update(
+                weights,
+                self.exp_avg[name],
+                self.exp_avg_sq[name],
+                gradient.mul_(clip_scale).to(self.device),
+                step=step,
+                lr=learning_rate,
+                spec=self.run.spec.optimizer,
+                decay=is_decayed(name, weights),
+            )
+        self.step = step
+
+    # ---- inside --------------------------------------------------------------------------
+
+    def _restart(self, *, step: int) -> None:
+        self.step = step
+        self.accumulated.clear()
+        self._in_flight.clear()
+        self._accumulator.clear()
+
+    def _named_state(self) -> dict[str, Tensor]:
+        groups = {
+            "weights": self.weights,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+        return {f"{g}/{name}": t for g, tensors in groups.items() for name, t in tensors.items()}
+
+    def _own_input(self, x: Tensor) -> Tensor:
+        """Checked, on the device, and a leaf of its own graph where it has a gradient."""
+        model = self.run.spec.model
+        if self.spec.is_first:
+            _check_shape("tokens", x, (*x.shape[:1], model.seq_len), torch.int64)
+            return x.to(self.device)
+        _check_shape("hidden", x, (*x.shape[:1], model.seq_len, model.dim), torch.float32)
+        return x.detach().to(self.device).requires_grad_()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        dtype = _TORCH_DTYPES[self.compute_dtype]
+        enabled = dtype != torch.float32
+        with torch.autocast(self.device.type, dtype if enabled else None, enabled=enabled):
+            yield
+
+    def _compute(self, x: Tensor) -> Tensor:
+        # Always with a graph, also where it is dropped at once: attention picks its kernel by
+        # whether a gradient is wanted, and both ways must give the same bits.
+        with torch.enable_grad(), self._autocast():
+            output: Tensor = self._model(x)
+        return output
+
+    def _loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
+        assert self.spec.is_last, "only the last stage has a loss"
+        _check_shape("targets", targets_BT, x.shape[:2], torch.int64)
+        with self._autocast():
+            logits_BTV = self._model(x)
+        return summed_loss(logits_BTV, targets_BT.to(self.device))
+
+    def _differentiate(
+        self, microbatch: int, x: Tensor, output: Tensor, grad_output: Tensor | None
+    ) -> Tensor | None:
+        wanted = self._parameters if self.spec.is_first else [*self._parameters, x]
+        gradients = list(torch.autograd.grad(output, wanted, grad_output))
+        input_gradient = None
+        if not self.spec.is_first:
+            input_gradient = gradients.pop()
+            _check_finite(f"input gradient of microbatch {microbatch}", input_gradient)
+        if microbatch not in self.accumulated:
+            # A power of two: undone in the exponent, without a rounding.
+            loss_scale_exponent = math.frexp(self._loss_scale)[1] - 1
+            self._accumulator.add(gradients, self._scale_exponent - loss_scale_exponent)
+            self.accumulated.add(microbatch)
+        return input_gradient
+
+    def _check_step(self, step: int) -> None:
+        if step != self.step + 1:
+            raise WrongStepError(
+                f"step {step} does not follow the state of stage {self.spec.stage}, "
+                f"which contains {self.step}; load the state of {step - 1}"
+            )
+
+    def _check_totals(self, totals: Tensor) -> None:
+        _check_shape("totals", totals, self.sums.shape, torch.int64)
+
+
+def _check_shape(
+    what: str, tensor: Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise WrongShapeError(
+            f"{what} is {tensor.dtype} {tuple(tensor.shape)}, the plan says {dtype} {tuple(shape)}"
+        )
+
+
+def _check_finite(what: str, tensor: Tensor) -> None:
+    if tensor.numel() and not math.isfinite(largest(tensor.detach()).item()):
+        raise NonFiniteError(f"{what} holds NaN or infinity; it was not sent on")

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One incarnation of a node at a stage: carries out the coordinator's commands for it.
+
+Decisions lie elsewhere: what to compute next in `StepWork`, what peers may send in the inboxes.
+This connects them with the compute thread, the links and the session.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.compression.registry import Boundary
+from shoal.node.inbox import BoundaryInbox, BoundaryTensor
+from shoal.node.links import PeerLinks
+from shoal.node.reduce import ReduceInbox, all_reduce
+from shoal.node.stage_worker import Computed, StageWorker
+from shoal.node.step_work import LeaseFacts, Push, StepWork
+from shoal.node.swarm_view import SwarmView
+from shoal.protocol.errors import (
+    NonFiniteError,
+    NumericOverflowError,
+    ProtocolError,
+    ReduceMismatchError,
+    ShoalError,
+    WrongStepError,
+)
+from shoal.protocol.ids import Incarnation, MicrobatchId
+from shoal.protocol.proto import coordinator_pb2, types_pb2
+from shoal.protocol.rpc import Credentials
+from shoal.protocol.schedule import Task
+from shoal.protocol.wire import Payload
+
+log = logging.getLogger(__name__)
+
+_NUMBERS = (NonFiniteError, NumericOverflowError)
+
+_DIRECTIONS = {
+    "forward": types_pb2.DIRECTION_FORWARD,
+    "backward": types_pb2.DIRECTION_BACKWARD,
+}
+
+Send = Callable[[coordinator_pb2.NodeEvent], None]
+Work = StepWork[memoryview, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Total sums that wait for the coordinator's commit."""
+
+    step: int
+    attempt: int
+    totals: torch.Tensor
+    digest: int
+
+
+class StageMember:
+    def __init__(
+        self,
+        worker: StageWorker,
+        *,
+        incarnation: Incarnation,
+        boundary: Boundary,
+        swarm: SwarmView,
+        credentials: Credentials,
+        device: torch.device,
+        send: Send,
+    ) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.prepared: Prepared | None = None
+        self._boundary = boundary
+        self._swarm = swarm
+        self._send = send
+        run, runtime = worker.run, worker.runtime
+        self._run = run
+        self.boundary_inbox = BoundaryInbox(run, worker.spec, boundary, swarm, device, runtime.step)
+        self.reduce_inbox = ReduceInbox(
+            run.run_id, worker.spec.stage, runtime.sums.numel(), runtime.step
+        )
+        self.links = PeerLinks(
+            credentials,
+            incarnation=incarnation,
+            on_refused=self._report_refused,
+            on_unreachable=self._report_unreachable,
+        )
+        self._step = 0
+        self._attempt = 0
+        self._work: Work | None = None
+        self._forwards: dict[MicrobatchId, Computed] = {}  # this attempt's, for their receipts
+        self._wake = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+        self._reduction: asyncio.Task[None] | None = None
+
+    # ---- commands ------------------------------------------------------------------------
+
+    async def open_step(self, command: coordinator_pb2.StepOpen) -> None:
+        """Start a step, or start it anew."""
+        await self._stop_step()
+        self.prepared = None
+        await self.worker.begin_step(command)
+        self._step, self._attempt = command.step, command.attempt
+        self._forwards = {}
+        spec = self.worker.spec
+        work: Work = StepWork(
+            stage=spec.stage,
+            num_stages=spec.num_stages,
+            num_microbatches=command.num_microbatches,
+            window=command.window,
+        )
+        self._work = work
+        work.update_leases(_lease(lease) for lease in command.leases)
+        self.boundary_inbox.open_step(command.step, command.attempt, self._deliver)
+        self._wake.set()
+        self._pump = asyncio.create_task(self._compute(work), name=f"step {command.step}")
+
+    async def update_leases(self, command: coordinator_pb2.LeaseUpdate) -> None:
+        if self._work is None or (command.step, command.attempt) != (self._step, self._attempt):
+            return
+        self._push(self._work.update_leases(_lease(lease) for lease in command.leases))
+        self.boundary_inbox.leases_changed()
+        self._wake.set()
+
+    async def reduce(self, command: coordinator_pb2.Reduce) -> None:
+        await self._cancel(self._reduction)
+        self._reduction = asyncio.create_task(self._reduce(command), name="reduce")
+
+    async def commit(self, command: coordinator_pb2.Commit) -> None:
+        prepared = self.prepared
+        if (
+            prepared is None
+            or prepared.step != command.step
+            or prepared.digest != command.sums_digest
+        ):
+            raise ReduceMismatchError(
+                f"step {command.step} is committed with sums {command.sums_digest:#x}; this node "
+                + (f"holds {prepared.digest:#x}" if prepared else "holds none")
+            )
+        await self._stop_step()
+        digest = await self.worker.apply(prepared.totals, command)
+        self.prepared = None
+        self.boundary_inbox.close_step(command.step)
+        self.reduce_inbox.close_step(command.step)
+        self._send(
+            coordinator_pb2.NodeEvent(
+                applied=coordinator_pb2.Applied(
+                    incarnation=self.incarnation, step=command.step, weights_digest=digest
+                )
+            )
+        )
+
+    async def members_gone(self, gone: Iterable[Incarnation]) -> None:
+        for incarnation in gone:
+            await self.links.drop(incarnation)
+
+    async def close(self) -> None:
+        await self._stop_step()
+        await self.links.close()
+
+    # ---- the step ------------------------------------------------------------------------
+
+    def _deliver(self, received: BoundaryTensor) -> bool:
+        assert self._work is not None, "the inbox delivers to an open step only"
+        fresh = self._work.receive(
+            received.leg, received.microbatch, received.sender, received.tensor
+        )
+        self._wake.set()
+        return fresh
+
+    async def _compute(self, work: Work) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                task = work.next_task()
+                if task is None:
+                    await self._wake.wait()
+                    continue
+                await self._run_task(work, task)
+        except ShoalError as error:
+            kind = (
+                coordinator_pb2.TROUBLE_KIND_NUMBERS
+                if isinstance(error, _NUMBERS)
+                else coordinator_pb2.TROUBLE_KIND_OWN_FAILURE
+            )
+            self._report(kind, error)
+        except (MemoryError, RuntimeError, OSError) as error:  # out of memory, a failed kernel
+            log.exception("computation failed")
+            self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
+
+    async def _run_task(self, work: Work, task: Task) -> None:
+        worker, microbatch, step = self.worker, task.microbatch, self._step
+        validation = work.is_validation(microbatch)
+        training_ids = [] if validation else [microbatch]
+        validation_ids = [microbatch - self._run.spec.batch.microbatches] if validation else []
+        await worker.ensure_samples(step, training_ids, validation_ids)
+        x = work.input_of(task)
+        if task.kind == "backward":
+            assert x is not None, "a backward is chosen once its gradient is here"
+            done = await worker.backward(step, microbatch, x)
+        elif worker.spec.is_last:
+            done = await worker.loss(step, microbatch, x, validation=validation)
+        else:
+            done = await worker.forward(step, microbatch, x, validation=validation)
+            assert done.payload is not None, "a forward always has an output"
+            self._push(work.forward_done(microbatch, done.payload))
+            self._forwards[microbatch] = done
+            return
+        self._push(work.backward_done(microbatch, done.payload))
+        self._send(self._receipt(microbatch, done))
+
+    def _receipt(self, microbatch: MicrobatchId, done: Computed) -> coordinator_pb2.NodeEvent:
+        parts = [done]
+        forward = self._forwards.pop(microbatch, None)
+        if forward is not None:
+            parts.append(forward)
+        return coordinator_pb2.NodeEvent(
+            receipt=coordinator_pb2.Receipt(
+                incarnation=self.incarnation,
+                step=self._step,
+                attempt=self._attempt,
+                microbatch=microbatch,
+                stage=self.worker.spec.stage,
+                loss_sum=done.loss_sum or 0.0,
+                has_loss=done.loss_sum is not None,
+                busy_s=sum(part.busy_s for part in parts),
+                boundary_bytes=sum(len(p.payload) for p in parts if p.payload is not None),
+            )
+        )
+
+    def _push(self, pushes: Sequence[Push[memoryview]]) -> None:
+        shape = self._boundary_shape()
+        for push in pushes:
+            member = self._swarm.member(push.to)
+            if member is None:
+                continue  # on its way out; the coordinator will name another
+            codec = (
+                self._boundary.forward if push.direction == "forward" else self._boundary.backward
+            )
+            header = types_pb2.TensorHeader(
+                key=types_pb2.TensorKey(
+                    run_id=self._run.run_id,
+                    step=self._step,
+                    attempt=self._attempt,
+                    microbatch=push.microbatch,
+                    stage=member.stage,
+                    direction=_DIRECTIONS[push.direction],
+                    incarnation=self.incarnation,
+                ),
+                codec=codec.spec,
+                codec_version=codec.version,
+                dtype=types_pb2.DTYPE_FLOAT32,
+                shape=shape,
+            )
+            self.links.push(member, header, push.payload)
+
+    def _boundary_shape(self) -> tuple[int, int, int]:
+        spec = self._run.spec
+        return (spec.batch.microbatch_size, spec.model.seq_len, spec.model.dim)
+
+    async def _reduce(self, command: coordinator_pb2.Reduce) -> None:
+        try:
+            await self._sum_up(command)
+        except ShoalError as error:
+            self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
+
+    async def _sum_up(self, command: coordinator_pb2.Reduce) -> None:
+        if (command.step, command.attempt) != (self._step, self._attempt):
+            raise WrongStepError(
+                f"reduce of step {command.step}, attempt {command.attempt}; this node is at step "
+                f"{self._step}, attempt {self._attempt}"
+            )
+        mine = {p.incarnation: set(p.microbatches) for p in command.parts}.get(self.incarnation)
+        have = self.worker.runtime.accumulated
+        if mine != have:
+            raise ReduceMismatchError(
+                f"the manifest gives this node microbatches {sorted(mine or ())}, its accumulator "
+                f"holds {sorted(have)}"
+            )
+        outcome = await all_reduce(
+            self.worker.runtime.sums,
+            me=self.incarnation,
+            parts=[Incarnation(p.incarnation) for p in command.parts],
+            key=types_pb2.TensorKey(
+                run_id=self._run.run_id,
+                step=command.step,
+                attempt=command.attempt,
+                round=command.round,
+                stage=self.worker.spec.stage,
+                incarnation=self.incarnation,
+            ),
+            inbox=self.reduce_inbox,
+            push=self._push_slice,
+        )
+        sums = await self.worker.prepare(outcome.totals)
+        self.prepared = Prepared(command.step, command.attempt, outcome.totals, sums.digest)
+        self._send(
+            coordinator_pb2.NodeEvent(
+                prepared=coordinator_pb2.Prepared(
+                    incarnation=self.incarnation,
+                    step=command.step,
+                    attempt=command.attempt,
+                    round=command.round,
+                    sums_digest=sums.digest,
+                    squared_norms=sums.squared_norms,
+                    reduce_bytes=outcome.bytes_sent,
+                )
+            )
+        )
+
+    def _push_slice(
+        self, to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
+    ) -> "asyncio.Future[None]":
+        member = self._swarm.member(to)
+        if member is None:  # fenced in this moment: the round will be cancelled or go on without it
+            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            gone.cancel()
+            return gone
+        return self.links.push(member, header, payload)
+
+    async def _stop_step(self) -> None:
+        await self._cancel(self._reduction)
+        await self._cancel(self._pump)
+        self._reduction = self._pump = self._work = None
+
+    @staticmethod
+    async def _cancel(task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # ---- snapshots and state -------------------------------------------------------------
+
+    async def state_file(self, folder: Path, step: int) -> Path:
+        """Write the state at `step` into `folder`. Raises `WrongStepError` when it moved on."""
+        runtime = self.worker.runtime
+        if runtime.step != step:
+            raise WrongStepError(
+                f"the state of step {step} is asked for; this node holds {runtime.step}"
+            )
+        path = folder / f"stage-{self.worker.spec.stage}-step-{step:08d}-{id(self):x}.safetensors"
+        await self.worker.save(path)
+        return path
+
+    # ---- reports -------------------------------------------------------------------------
+
+    def _report_refused(self, member: types_pb2.Member, error: ProtocolError) -> None:
+        """A peer finds this node's bytes wrong. Both sides report; the coordinator judges."""
+        log.warning("%s refused a tensor: %s: %s", member.name, type(error).__name__, error)
+        self._report(
+            coordinator_pb2.TROUBLE_KIND_NUMBERS
+            if isinstance(error, NonFiniteError)
+            else coordinator_pb2.TROUBLE_KIND_OWN_FAILURE,
+            error,
+        )
+
+    def _report_unreachable(self, member: types_pb2.Member, reason: str) -> None:
+        self._send(
+            coordinator_pb2.NodeEvent(
+                trouble=coordinator_pb2.Trouble(
+                    kind=coordinator_pb2.TROUBLE_KIND_PEER_UNREACHABLE,
+                    incarnation=self.incarnation,
+                    peer_incarnation=member.incarnation,
+                    peer_id=member.peer_id,
+                    error="UnreachableError",
+                    detail=reason[:500],
+                    step=self._step,
+                )
+            )
+        )
+
+    def _report(self, kind: coordinator_pb2.TroubleKind.ValueType, error: Exception) -> None:
+        self._send(
+            coordinator_pb2.NodeEvent(
+                trouble=coordinator_pb2.Trouble(
+                    kind=kind,
+                    incarnation=self.incarnation,
+                    error=type(error).__name__,
+                    detail=str(error)[:500],
+                    step=self._step,
+                )
+            )
+        )
+
+    def queue_depth(self) -> int:
+        return self._work.queue_depth() if self._work else 0
+
+    def waiting_for(self) -> str:
+        """What the node waits for, in plain words; empty while it computes."""
+        if self._work is None:
+            return "the coordinator to open a step"
+        if self._work.queue_depth():
+            return ""
+        waits = self._work.waits_for()
+        if not waits:
+            return "the other nodes to finish the step"
+        direction, microbatch, neighbour = waits[0]
+        what = "activations" if direction == "forward" else "gradients"
+        return f"{what} of microbatch {microbatch} from {self._swarm.name(neighbour)}"
+
+
+def _lease(lease: coordinator_pb2.Lease) -> LeaseFacts:
+    return LeaseFacts(
+        microbatch=MicrobatchId(lease.microbatch),
+        upstream=Incarnation(lease.upstream),
+        downstream=Incarnation(lease.downstream),
+        downstream_done=lease.downstream_done,
+        upstream_done=lease.upstream_done,
+    )

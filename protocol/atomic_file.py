@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that appear whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+
+import errno
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.protocol.errors import StorageError
+
+TEMPORARY_SUFFIX = ".tmp"
+"""What an interrupted write leaves behind ends so, and begins with a dot."""
+
+
+class AtomicFile:
+    """Write, then `commit` or `discard`. As a context manager it commits on success.
+
+    Until the commit `path` keeps its previous content. Every operating system error becomes a
+    `StorageError` and discards the temporary file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = path.with_name(
+            f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
+        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._temporary, "xb")  # noqa: SIM115 - outlives this call
+        except OSError as error:
+            raise storage_error(path, error) from error
+
+    def write(self, data: bytes | memoryview) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.discard()
+            raise storage_error(self.path, error) from error
+
+    def commit(self) -> None:
+        """Durable under its name when this returns."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self.path)
+            fsync_folder(self.path.parent)
+        except OSError as error:
+            self.discard()
+            raise storage_error(self.path, error) from error
+
+    def discard(self) -> None:
+        """Remove the temporary file; a second call, or one after the commit, does nothing."""
+        try:
+            self._file.close()
+        except OSError:
+            pass  # what could not be flushed is thrown away anyhow
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.discard()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and removals in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """The same failure in a user's words, with a remedy."""
+    cause = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = f"free some space under {path.parent}, or keep it on a larger disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = f"make {path.parent} writable for this user, or choose another folder"
+    else:
+        remedy = "check that the disk is healthy and the folder still exists"
+    return StorageError(f"{path}: {cause}; {remedy}.")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `shoal` command. Heavy modules are imported by the commands that need them."""
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.protocol.errors import ShoalError, UnreachableError
+from shoal.version import PROTOCOL_VERSION, __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train one language model together, on the GPUs in people's homes.",
+)
+run_app = typer.Typer(no_args_is_help=True, help="Runs on this machine.")
+app.add_typer(run_app, name="run")
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"shoal {__version__} (protocol {PROTOCOL_VERSION})")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the release.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+) -> None:
+    level = logging.INFO if verbose or os.environ.get("SHOAL_LOG") == "info" else logging.WARNING
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+def _register() -> None:
+    from shoal.coordinator import cli as coordinator
+    from shoal.node import cli as node
+
+    app.command("launch")(coordinator.launch_command)
+    app.command("check")(coordinator.check_command)
+    app.command("export")(coordinator.export_command)
+    run_app.command("list")(coordinator.list_command)
+    app.command("join")(node.join_command)
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Argument(help="The dashboard's address; by default a run here.")
+    ] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The swarm in one screen."""
+    from rich.console import Console
+
+    from shoal.status import fetch_view, render_status
+
+    view = asyncio.run(fetch_view(url or _local_dashboard()))
+    if json_output:
+        typer.echo(view.model_dump_json(indent=2))
+    else:
+        Console().print(render_status(view))
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(help="The dashboard's address; by default a run here.")
+    ] = "",
+) -> None:
+    """The swarm, live."""
+    from shoal.status import watch
+
+    asyncio.run(watch(url or _local_dashboard()))
+
+
+def _local_dashboard() -> str:
+    from shoal.coordinator.run_folder import live_runs, read_live, runs_folder
+
+    here = read_live(Path())
+    live = [here] if here else live_runs(runs_folder())
+    if not live:
+        raise UnreachableError(
+            "no coordinator runs on this machine; give the dashboard's address that "
+            "`shoal launch` printed"
+        )
+    return live[0].dashboard
+
+
+def main() -> None:
+    """Errors end in one line with cause and remedy, and their documented exit code."""
+    _register()
+    try:
+        app()
+    except ShoalError as error:
+        typer.echo(f"shoal: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shoal status` in a terminal and without one."""
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+from rich.console import Console
+
+from shoal.protocol.errors import ProtocolError, UnreachableError
+from shoal.status import (
+    MAX_VIEW_BYTES,
+    fetch_view,
+    human_bytes,
+    human_count,
+    human_seconds,
+    plain_line,
+    render_status,
+    watch,
+)
+
+URL = "http://127.0.0.1:8080"
+
+
+def _load_fake() -> ModuleType:
+    # By path, so that it doesn't matter how pytest was started.
+    path = Path(__file__).parent / "coordinator" / "fake_view.py"
+    spec = importlib.util.spec_from_file_location("status_fake_view", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["status_fake_view"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fake = _load_fake()
+
+
+def drawn(view: object, *, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render_status(view))  # type: ignore[arg-type]
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_units_read_well() -> None:
+    assert [human_bytes(n) for n in (0, 999, 1500, 16_780_000, 3.98e9, 5e15)] == [
+        "0 B", "999 B", "1.50 kB", "16.8 MB", "3.98 GB", "5000 TB",
+    ]  # fmt: skip
+    assert [human_count(n) for n in (8192, 65_536, 6_520_000, 7e9)] == [
+        "8,192", "65.5 k", "6.52 M", "7 B",
+    ]  # fmt: skip
+    assert [human_seconds(s) for s in (-1, 59.6, 252, 7260, 90_000)] == [
+        "0 s", "1 min 0 s", "4 min 12 s", "2 h 1 min", "1 d 1 h",
+    ]  # fmt: skip
+
+
+def test_one_screen_shows_stages_nodes_and_progress() -> None:
+    view = fake.training_view()
+    screen = drawn(view)
+    for text in ("stdlib-small", "training", "step 132 of 200", "29 of 48 receipts", "loss 3.450",
+                 "embedding + layers 0–1", "no stage yet", "16.8 MB boundary", "left",
+                 "lost 0 steps, missing 0, double 0"):  # fmt: skip
+        assert text in screen
+    for node in view.live_nodes:
+        assert node.name in screen
+    assert view.nodes[6].name not in screen  # it left
+    assert len(screen.splitlines()) <= 24
+
+
+def test_waiting_says_why_and_names_the_empty_stage() -> None:
+    screen = drawn(fake.waiting_view())
+    assert "Waiting: 2 of 3 stages are held." in screen
+    assert "nobody" in screen
+
+
+def test_peer_texts_are_neither_markup_nor_escapes() -> None:
+    node = fake.node(0, name="[bold red]fox[/]\x1b[2J", stage=None)
+    screen = drawn(fake.training_view(nodes=[node], stages=[]))
+    assert "[bold red]fox[/]" in screen
+    assert "\x1b" not in screen
+
+
+def test_a_crowd_is_cut_short() -> None:
+    nodes = [fake.node(i % 12, stage=None) for i in range(200)]
+    assert "and 136 more" in drawn(fake.training_view(nodes=nodes, stages=[]))
+
+
+def test_plain_line_tells_the_same() -> None:
+    line = plain_line(fake.waiting_view())
+    assert line.startswith("stdlib-small waiting · step 0/200")
+    assert "waiting: 2 of 3 stages" in line
+
+
+# ---- fetching ----------------------------------------------------------------------------
+
+
+def answering(*replies: httpx.Response | Exception) -> httpx.MockTransport:
+    """Each request takes the next reply; the last one stays."""
+    left = list(replies)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/api/run"
+        reply = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return httpx.Response(reply.status_code, content=reply.content)
+
+    return httpx.MockTransport(handle)
+
+
+def page(view: object) -> httpx.Response:
+    return httpx.Response(200, content=view.model_dump_json())  # type: ignore[attr-defined]
+
+
+async def test_fetched_view_equals_the_served_one() -> None:
+    view = fake.training_view(join_link=None)
+    assert await fetch_view(URL + "/", transport=answering(page(view))) == view
+
+
+async def test_silence_names_address_and_remedy() -> None:
+    with pytest.raises(UnreachableError, match=r"127\.0\.0\.1:8080.*launched"):
+        await fetch_view(URL, transport=answering(httpx.ConnectError("refused")))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        httpx.Response(404, content=b"\x1b[2J not here"),
+        httpx.Response(200, content=b"<html>"),
+        httpx.Response(200, content=json.dumps({"run_id": 1})),
+    ],
+)
+async def test_anything_else_than_a_dashboard_is_refused(reply: httpx.Response) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        await fetch_view(URL, transport=answering(reply))
+    assert "\x1b" not in str(caught.value)
+
+
+async def test_a_view_that_never_ends_is_cut_off() -> None:
+    padded = fake.training_view().model_dump_json().encode() + b" " * MAX_VIEW_BYTES
+    with pytest.raises(ProtocolError, match="sent more than"):
+        await fetch_view(URL, transport=answering(httpx.Response(200, content=padded)))
+
+
+async def test_watch_prints_changes_only_and_outlives_an_absence() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=80)
+    transport = answering(
+        page(fake.training_view(10)),
+        page(fake.training_view(10)),
+        httpx.ConnectError("refused"),
+        page(fake.training_view(200, state="finished")),
+    )
+    last = await watch(URL, console=console, interval_s=0, transport=transport)
+    lines = out.getvalue().splitlines()
+    assert last.state == "finished"
+    assert len(lines) == 3
+    assert "step 10/200" in lines[0]
+    assert "Still trying" in lines[1]
+    assert "finished · step 200/200" in lines[2]
+
+
+async def test_watch_redraws_in_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, height=50)
+    transport = answering(
+        page(fake.training_view(10)), page(fake.training_view(200, state="finished"))
+    )
+    await watch(URL, console=console, interval_s=0, transport=transport)
+    assert "step 10 of 200" in out.getvalue()
+    assert "step 200 of 200" in out.getvalue()
+
+
+async def test_watch_gives_up_at_once_where_nobody_ever_answered() -> None:
+    with pytest.raises(UnreachableError):
+        await watch(URL, console=Console(file=io.StringIO()),
+                    transport=answering(httpx.ConnectError("refused")))  # fmt: skip
