@@ -112,7 +112,7 @@ def resolve_vocab_size(spec: RunSpec, vocab_size: int | None = None) -> int:
     if match := re.fullmatch(r"bpe:([1-9][0-9]{0,6})", tokenizer, re.ASCII):
         return int(match[1])
     if tokenizer == "byte":
-        return 256
+        return 257  # every byte and end-of-text
     raise ConfigError(
         f"data.tokenizer = {tokenizer!r} does not say how large its vocabulary is; "
         "set model.vocab_size"

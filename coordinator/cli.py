@@ -15,8 +15,6 @@ from shoal.coordinator.export import export_run
 from shoal.coordinator.launch import LaunchConfig, launch
 from shoal.coordinator.run_folder import live_runs, run_id_of, runs_folder
 from shoal.coordinator.run_view import audit
-from shoal.coordinator.store import RunFolderLock
-from shoal.protocol.errors import ConfigError
 from shoal.protocol.spec import load_run_spec
 
 console = Console()
@@ -66,7 +64,7 @@ def launch_command(
 ) -> None:
     """Coordinate a run: launch it, or resume it where it was."""
     spec = load_run_spec(run_file)
-    where = folder or runs_folder() / run_id_of(spec)
+    where = (folder or runs_folder() / run_id_of(spec)).absolute()
     config = LaunchConfig(
         folder=where,
         host=host,
@@ -79,12 +77,8 @@ def launch_command(
         discovery=discovery,
         allowed_hosts=tuple(allow_host or ()),
     )
-    lock = RunFolderLock(_made(where))
-    try:
-        with progress_reporter() as progress:
-            conductor = asyncio.run(launch(spec, config, _line, progress))
-    finally:
-        lock.release()
+    with progress_reporter() as progress:
+        conductor = asyncio.run(launch(spec, config, _line, progress))
     state = conductor.state
     records = [state.records[s] for s in sorted(state.records)]
     missing, double = audit(conductor.run, records)
@@ -98,14 +92,6 @@ def launch_command(
 
 def _line(text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--folder {folder}: {error.strerror}; choose another") from None
-    return folder
 
 
 def check_command(

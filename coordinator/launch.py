@@ -80,9 +80,9 @@ async def launch(
     previous = read_previous(folder)
     dht = asyncio.create_task(_start_discovery(config)) if config.discovery else None
     try:
-        run = await asyncio.to_thread(open_run, spec, folder, progress)
-        store = SqliteEventStore(folder / "events.sqlite")
-        with contextlib.closing(store):
+        # The log first: it keeps a second coordinator away from the folder.
+        with SqliteEventStore(folder / "events.sqlite") as store:
+            run = await asyncio.to_thread(open_run, spec, folder, progress)
             conductor = Conductor(run, store, SnapshotStore(folder, run))
             discovery = await dht if dht is not None else None
             coordinator = _Coordinator(run, conductor, config, discovery, previous)

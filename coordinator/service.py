@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from shoal.coordinator import sessions
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.data.shards import ShardStore
 from shoal.protocol.authority import Authority
@@ -37,7 +39,7 @@ MAX_SESSIONS = 4096
 _MAX_EVENT_BYTES = 1 << 20
 _JOINS_PER_MINUTE = 600
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
@@ -112,7 +114,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     # ---- sessions ------------------------------------------------------------------------
 
-    async def Session(  # type: ignore[override]
+    async def Session(
         self, request_iterator: AsyncIterable[coordinator_pb2.NodeEvent], context: Context
     ) -> AsyncIterator[coordinator_pb2.Command]:
         try:
@@ -136,7 +138,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             self._conductor.detach(session)
 
     async def _read(
-        self, session: Session, events: AsyncIterator[coordinator_pb2.NodeEvent]
+        self, session: sessions.Session, events: AsyncIterator[coordinator_pb2.NodeEvent]
     ) -> None:
         reason = "connection lost"
         try:
@@ -154,7 +156,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     # ---- stores --------------------------------------------------------------------------
 
-    async def FetchShard(  # type: ignore[override]
+    async def FetchShard(
         self, request: coordinator_pb2.ShardRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StateChunk]:
         try:
@@ -166,7 +168,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         async for chunk in _read_chunks(path):
             yield chunk
 
-    async def FetchSnapshot(  # type: ignore[override]
+    async def FetchSnapshot(
         self, request: peer_pb2.StateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StateChunk]:
         try:

@@ -5,7 +5,7 @@ A microbatch's gradient g of the *summed* loss enters a sum as round(g * 2^e), h
 sum over a step is then the same whoever computed what, in any order or grouping.
 
 Error. Each of M microbatches rounds by at most 2^-(e+1), and the step divides by its N tokens:
-per element M/N * 2^-(e+1). With the e of `scale_exponent` this is below M * 2^(coarsen-56), that
+per element M/N * 2^-(e+1). With the e of `protocol.scale` this is below M * 2^(coarsen-56), that
 is, at most 2^-24 * max(|g|, eps) with eps = M * 2^(coarsen-32): for eight microbatches 2e-9,
 below the eps of Adam. (The one rounding to fp32 afterwards is what any fp32 gradient has.)
 
@@ -23,23 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.protocol.errors import NonFiniteError, NumericOverflowError, WrongShapeError
+from shoal.protocol.scale import TOTAL_EXPONENT
 
-MAX_TOKEN_GRADIENT_EXPONENT = 6
-_TOTAL_EXPONENT = 62
 _INT64_MAX = 2**63 - 1
 _NORM_BLOCK = 1 << 16  # part of the definition of `squared_norms`
 _BLOCKS_AT_ONCE = 16
-
-
-def scale_exponent(tokens_per_step: int, coarsen: int = 0) -> int:
-    """The exponent e of a step. `coarsen` gives up that many low bits for range, after an
-    overflow that was confirmed."""
-    return (
-        _TOTAL_EXPONENT
-        - MAX_TOKEN_GRADIENT_EXPONENT
-        - (tokens_per_step - 1).bit_length()  # ceil(log2)
-        - coarsen
-    )
 
 
 def largest(tensor: Tensor) -> Tensor:
@@ -66,7 +54,7 @@ class Accumulator:
         self.device = sums_device(device or torch.device("cpu"))
         self.sums = torch.zeros(sum(numels), dtype=torch.int64, device=self.device)
         self._numels = tuple(numels)
-        self._limit = 2.0**_TOTAL_EXPONENT / max_terms
+        self._limit = 2.0**TOTAL_EXPONENT / max_terms
         # A chunk stays in a CPU's cache; a GPU wants fewer launches.
         chunk = 1 << 16 if self.device.type == "cpu" else 1 << 22
         self._chunk = max(1, min(chunk, max(numels, default=1)))

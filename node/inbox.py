@@ -178,10 +178,10 @@ class BoundaryInbox:
         self._parked = {k: v for k, v in self._parked.items() if k[:2] >= (step, attempt)}
         self.leases_changed()
 
-    def close_step(self) -> None:
-        """The step is committed: whatever still comes for it is late."""
-        self._deliver = None
-        self._parked = {k: v for k, v in self._parked.items() if k[0] > self._step}
+    def close_step(self, step: int) -> None:
+        """`step` is committed: whatever still comes for it is late."""
+        self._step, self._attempt, self._deliver = step, 0, None
+        self._parked = {k: v for k, v in self._parked.items() if k[0] > step}
 
     def leases_changed(self) -> None:
         """Hand over what was parked for leases that have come since."""

@@ -48,8 +48,16 @@ def apply_update(
             w.mul_(shrink)
         m.mul_(spec.beta1).add_(g * (1.0 - spec.beta1))
         v.mul_(spec.beta2).add_((g * g).mul_(1.0 - spec.beta2))
-        scale = v.sqrt().mul_(root_correction).add_(spec.eps)
+        scale = _square_root(v).mul_(root_correction).add_(spec.eps)
         w.sub_((m / scale).mul_(step_size))
+
+
+def _square_root(v: Tensor) -> Tensor:
+    """Rounded once. PyTorch's own fp32 root isn't on every CPU (it may come from MKL); taken in
+    fp64 and rounded, an error there of up to an ulp can't show."""
+    if v.device.type == "mps":  # has no float64
+        return v.sqrt()
+    return v.to(torch.float64).sqrt_().to(torch.float32)
 
 
 def _power(base: float, exponent: int) -> float:

@@ -3,9 +3,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -49,6 +49,7 @@ class Inboxes(Protocol):
     def committed_step(self) -> int: ...
 
 
+Context = grpc.aio.ServicerContext[Any, Any]
 OnBadPeer = Callable[[PeerId, ProtocolError], None]
 
 
@@ -61,22 +62,28 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self.bytes_received = 0
 
     # Push and Reduce get serialized frames (protocol/wire.py), hence the type.
-    def Push(  # type: ignore[override]
-        self, request_iterator: AsyncIterable[bytes], context: grpc.aio.ServicerContext
+    async def Push(  # type: ignore[override]
+        self, request_iterator: AsyncIterable[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        return self._receive(request_iterator, context, self._admit_boundary, self._take_boundary)
+        async for ack in self._receive(
+            request_iterator, context, self._admit_boundary, self._take_boundary
+        ):
+            yield ack
 
-    def Reduce(  # type: ignore[override]
-        self, request_iterator: AsyncIterable[bytes], context: grpc.aio.ServicerContext
+    async def Reduce(  # type: ignore[override]
+        self, request_iterator: AsyncIterable[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        return self._receive(request_iterator, context, self._admit_slice, self._take_slice)
+        async for ack in self._receive(
+            request_iterator, context, self._admit_slice, self._take_slice
+        ):
+            yield ack
 
     async def _receive(
         self,
         messages: AsyncIterable[bytes],
-        context: grpc.aio.ServicerContext,
+        context: Context,
         admit: Callable[[types_pb2.TensorHeader, PeerId], int],
-        take: Callable[[ReceivedTensor], "asyncio.Future[bool] | object"],
+        take: Callable[[ReceivedTensor], Awaitable[bool]],
     ) -> AsyncIterator[peer_pb2.PushAck]:
         sender = await self._sender(context)
         try:
@@ -86,7 +93,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     continue
                 self.bytes_received += len(received.payload)
                 try:
-                    fresh = await take(received)  # type: ignore[misc]
+                    fresh = await take(received)
                 except ProtocolError as error:
                     yield self._refuse(received.header, error, sender)
                     continue
@@ -100,7 +107,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             self._blame(sender, error)
             await abort_with(context, error)
 
-    async def _sender(self, context: grpc.aio.ServicerContext) -> PeerId:
+    async def _sender(self, context: Context) -> PeerId:
         """Who opened the stream, once the plan names it (or the wait for that is over)."""
         sender = peer_id_from_context(context)
         metadata = dict(context.invocation_metadata() or ())
@@ -160,8 +167,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     # ---- state and liveness --------------------------------------------------------------
 
-    async def FetchState(  # type: ignore[override]
-        self, request: peer_pb2.StateRequest, context: grpc.aio.ServicerContext
+    async def FetchState(
+        self, request: peer_pb2.StateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StateChunk]:
         peer_id_from_context(context)
         try:
@@ -178,6 +185,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             path.unlink(missing_ok=True)
 
     async def Ping(
-        self, request: peer_pb2.PingRequest, context: grpc.aio.ServicerContext
+        self, request: peer_pb2.PingRequest, context: Context
     ) -> peer_pb2.PingReply:
         return peer_pb2.PingReply(nonce=request.nonce[:64], step=self._inboxes.committed_step)

@@ -71,7 +71,8 @@ class StageRuntime:
         if device.type == "cuda":
             # Attention's backward otherwise adds in the order in which its blocks finish.
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            # Not needed for that, and a pass over every new tensor. The stubs don't know it.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.run = run
         self.spec = run.stage(stage)
         self.device = device

@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.protocol.authority import verify_with_certificate
 from shoal.protocol.errors import (
     MalformedFrameError,
     OversizedStreamError,
     ProtocolError,
     RecordError,
 )
+from shoal.protocol.identity import peer_id_of_key, verify
 from shoal.protocol.ids import PeerId, RunId, Stage
 
 MAX_RECORD_BYTES = 4096
@@ -91,14 +92,8 @@ class _WireRecord(BaseModel):
     authority_der: Annotated[str, Field(max_length=3072)] | None
 
 
-def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id that belongs to a raw Ed25519 public key; see `ids.PeerId`."""
-    digest = hashlib.sha256(public_key).digest()[:16]
-    return PeerId(base64.b32encode(digest).decode().rstrip("=").lower())
-
-
 def sign_record(record: PeerRecord, sign: Callable[[bytes], bytes]) -> bytes:
-    """Encode a record; `sign` is the Ed25519 signing function of the key in `record.public_key`.
+    """Encode a record; `sign` is `Authority.sign` for a coordinator's, `NodeIdentity.sign` for a node's.
 
     Raises a `ProtocolError` if nobody would accept the result, so mistakes show at their source.
     """
@@ -144,12 +139,9 @@ def verify_record(data: bytes) -> PeerRecord:
     record = _parse(payload)
     if _canonical(record) != payload:
         raise MalformedFrameError(f"record of {record.peer_id} is not in canonical form")
-    try:
-        key = Ed25519PublicKey.from_public_bytes(record.public_key)
-        key.verify(signature, _SIGNING_CONTEXT + payload)
-    except (InvalidSignature, ValueError) as error:
-        raise RecordError(f"record of {record.peer_id}: the signature is forged") from error
-    if record.peer_id != peer_id_of(record.public_key):
+    if not _is_signed(record, signature, _SIGNING_CONTEXT + payload):
+        raise RecordError(f"record of {record.peer_id}: the signature is forged")
+    if record.peer_id != peer_id_of_key(record.public_key):
         raise RecordError(f"record of {record.peer_id} is signed by another peer's key")
     if not 0 < record.expires_s - record.issued_s <= MAX_LIFETIME_S:
         raise RecordError(
@@ -158,6 +150,13 @@ def verify_record(data: bytes) -> PeerRecord:
         )
     _check_authority(record)
     return record
+
+
+def _is_signed(record: PeerRecord, signature: bytes, data: bytes) -> bool:
+    """A coordinator signs as the run's authority (`Authority.sign`), a node with its identity."""
+    if record.authority_der is not None:
+        return verify_with_certificate(record.authority_der, signature, data)
+    return verify(record.public_key, signature, data)
 
 
 def fingerprint_of(record: PeerRecord) -> bytes:
@@ -179,7 +178,7 @@ def node_record(
     """A node's record. Publish a new one every third of its lifetime."""
     return PeerRecord(
         run_id=run_id,
-        peer_id=peer_id_of(public_key),
+        peer_id=peer_id_of_key(public_key),
         role="node",
         address=address,
         stage=stage,
@@ -209,7 +208,7 @@ def coordinator_record(
     public_key = _certificate_key(authority_der)
     return PeerRecord(
         run_id=run_id,
-        peer_id=peer_id_of(public_key),
+        peer_id=peer_id_of_key(public_key),
         role="coordinator",
         address=address,
         stage=None,

@@ -38,6 +38,7 @@ from shoal.protocol.discovery import (
 )
 from shoal.protocol.discovery_peers import (
     MAX_PEERS_KEPT,
+    check_port_free,
     ensure_identity,
     is_dialable,
     listen_multiaddr,
@@ -82,12 +83,14 @@ class DhtDiscovery:
         peers, which are tried as well at the next start. With no peer to try, a new table begins.
         `listen_port` 0 takes any. `announce` (/ip4/HOST/tcp/PORT) replaces the addresses of the
         local interfaces, for forwarded ports. `client_mode` asks but doesn't answer: for peers
-        that nobody can dial. Raises `ConfigError` for a malformed address, `UnreachableError` if
-        peers are known but none answers.
+        that nobody can dial. Raises `ConfigError` for a malformed address, `CapacityError` for a
+        port in use, `UnreachableError` if peers are known but none answers.
         """
         for address in bootstrap:
             split_multiaddr(address)
         listen = listen_multiaddr(listen_host, listen_port)
+        if listen_port:
+            check_port_free(listen_host, listen_port)
         peer = _DhtPeer(list(bootstrap), listen, list(announce), identity_path, client_mode)
         thread = _LoopThread()
         discovery = cls(peer, thread)

@@ -8,12 +8,13 @@ nothing but the way back in without a join link.
 import ipaddress
 import json
 import os
+import socket
 import tempfile
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.protocol.errors import ConfigError
+from shoal.protocol.errors import CapacityError, ConfigError
 
 MAX_PEERS_KEPT = 32
 _MAX_MULTIADDR_CHARS = 256
@@ -29,6 +30,24 @@ def listen_multiaddr(host: str, port: int) -> str:
             f"discovery listen_host {host!r} is no IP address; use 0.0.0.0 for all interfaces"
         ) from error
     return f"/ip{address.version}/{address}/tcp/{port}"
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise `CapacityError` if somebody listens there.
+
+    libp2p itself wouldn't notice: it shares ports (SO_REUSEPORT), and two peers on one port get
+    each other's connections.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a closed port lingers
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CapacityError(
+                f"discovery can't listen on {host} port {port}: {error.strerror}; "
+                "stop the other program or choose another port"
+            ) from error
 
 
 def read_peers(path: Path) -> list[str]:

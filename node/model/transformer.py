@@ -151,12 +151,12 @@ def build_stage_model(
 def rotary_positions(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine, `TC` fp32, of the rotary angles (RoFormer, arXiv 2104.09864).
 
-    Computed on the CPU, so that all kernel classes start from the same bits."""
-    channels = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**channels
+    On the CPU, and with the functions taken in fp64: fp32 ones differ between vector libraries."""
+    channels = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = (1.0 / theta**channels).float()
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    angles_TC = torch.cat((angles, angles), dim=-1)
-    return angles_TC.cos(), angles_TC.sin()
+    angles_TC = torch.cat((angles, angles), dim=-1).double()
+    return angles_TC.cos().float(), angles_TC.sin().float()
 
 
 def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:

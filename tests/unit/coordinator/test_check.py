@@ -61,7 +61,7 @@ def test_bad_codec_is_refused_with_field_and_suggestion() -> None:
     ("tokenizer", "model_vocab", "given", "size"),
     [
         ("bpe:5000", 0, None, 5000),
-        ("byte", 0, None, 256),
+        ("byte", 0, None, 257),
         ("hf:folder", 0, 777, 777),
         ("hf:folder", 888, None, 888),
         ("bpe:5000", 0, 4999, 4999),

@@ -79,6 +79,11 @@ def test_stages_that_do_not_set_the_pace_are_evened_out() -> None:
     assert cut_points([1] * 7, stages=3, last_extra=100) == (3, 6)
 
 
+def test_cheapest_worst_stage_comes_before_evenness() -> None:
+    """Stages of 2, 2, 5 and of 4, 4, 1 have equal sums of squares; the latter are faster."""
+    assert cut_points([2, 2, 4, 1], stages=3) == (2, 3)
+
+
 @pytest.mark.parametrize("stages", [0, 4])
 def test_more_stages_than_layers_or_none_are_refused(stages: int) -> None:
     with pytest.raises(ConfigError, match="between 1 and 3"):

@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 import torch
+
 from shoal.node.digest import digest_tensors, tensor_digest
 
 DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.float16, torch.uint8]

@@ -6,15 +6,16 @@ from fractions import Fraction
 
 import pytest
 import torch
+
 from shoal.node.fixed_point import (
     Accumulator,
     combine,
     largest,
-    scale_exponent,
     squared_norms,
     to_gradient,
 )
 from shoal.protocol.errors import NonFiniteError, NumericOverflowError, WrongShapeError
+from shoal.protocol.scale import scale_exponent
 
 NUMELS = (70_000, 5, 1)
 

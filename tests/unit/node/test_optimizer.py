@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW against PyTorch's, and the learning rate."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+
 from shoal.node.optimizer import apply_update, is_decayed
 from shoal.protocol.learning_rate import learning_rate
 from shoal.protocol.spec import OptimizerSpec
@@ -42,6 +46,26 @@ def test_an_elements_update_does_not_depend_on_its_neighbours() -> None:
         apply_update(*tensors, step=7, lr=1e-3, spec=SPEC, decay=True)
     for a, b in zip(whole, part, strict=True):
         assert torch.equal(a[12_345:290_002], b)
+
+
+def test_every_operation_is_rounded_on_its_own() -> None:
+    """No fused multiply-add, no approximate root: as NumPy's separate fp32 operations."""
+    tensors = [
+        draw((10_007,), 0),
+        draw((10_007,), 1),
+        draw((10_007,), 2).square(),
+        draw((10_007,), 3),
+    ]
+    w, m, v, g = (t.numpy().copy() for t in tensors)
+    apply_update(*tensors, step=1, lr=1e-3, spec=SPEC, decay=True)
+    f = np.float32
+    w = w * f(1 - 1e-3 * SPEC.weight_decay)
+    m = m * f(SPEC.beta1) + g * f(1 - SPEC.beta1)
+    v = v * f(SPEC.beta2) + g * g * f(1 - SPEC.beta2)
+    scale = np.sqrt(v) * f(1 / math.sqrt(1 - SPEC.beta2)) + f(SPEC.eps)
+    w = w - m / scale * f(1e-3 / (1 - SPEC.beta1))
+    for ours, expected in zip(tensors, (w, m, v), strict=False):
+        assert np.array_equal(ours.numpy(), expected)
 
 
 def test_gradient_is_left_alone() -> None:

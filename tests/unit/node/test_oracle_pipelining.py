@@ -10,10 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from shoal.node.fixed_point import scale_exponent, to_gradient
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+from shoal.node.fixed_point import to_gradient
 from shoal.node.model.transformer import build_stage_model
 from shoal.node.stage import StageRuntime
 from shoal.protocol.ids import RunId
+from shoal.protocol.scale import scale_exponent
 from shoal.protocol.spec import (
     BatchSpec,
     DataManifest,
@@ -22,7 +25,6 @@ from shoal.protocol.spec import (
     ResolvedRun,
     RunSpec,
 )
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 CPU = torch.device("cpu")
 MICROBATCHES, SEQUENCES = 4, 2

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
-from shoal.node.fixed_point import scale_exponent, squared_norms, to_gradient
+
+from shoal.node.fixed_point import squared_norms, to_gradient
 from shoal.node.model.transformer import StageModel, build_stage_model
 from shoal.node.optimizer import apply_update, is_decayed
 from shoal.node.stage import StageRuntime
 from shoal.protocol.ids import RunId
 from shoal.protocol.learning_rate import learning_rate
+from shoal.protocol.scale import scale_exponent
 from shoal.protocol.spec import (
     BatchSpec,
     DataManifest,

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from shoal.node.fixed_point import combine, scale_exponent
+
+from shoal.node.fixed_point import combine
 from shoal.node.stage import ComputeDtype, StageRuntime
 from shoal.protocol.errors import (
     NonFiniteError,
@@ -16,6 +17,7 @@ from shoal.protocol.errors import (
     WrongStepError,
 )
 from shoal.protocol.ids import RunId
+from shoal.protocol.scale import scale_exponent
 from shoal.protocol.spec import (
     BatchSpec,
     DataManifest,

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+
 from shoal.node.model.initialise import initial_tensor
 from shoal.node.model.loss import summed_loss
 from shoal.node.model.transformer import StageModel, build_stage_model

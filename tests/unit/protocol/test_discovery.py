@@ -19,7 +19,6 @@ from shoal.protocol.discovery import (
     coordinator_record,
     node_record,
     open_record,
-    peer_id_of,
     sign_record,
 )
 from shoal.protocol.errors import (
@@ -28,6 +27,7 @@ from shoal.protocol.errors import (
     ProtocolError,
     RecordError,
 )
+from shoal.protocol.identity import peer_id_of_key
 from shoal.protocol.ids import RunId, Stage
 
 RUN = RunId("tiny-0a1b2c3d")
@@ -90,7 +90,7 @@ def fingerprint_by(key: Ed25519PrivateKey) -> bytes:
 def test_peer_id_is_26_lower_case_base32_characters_of_the_keys_digest() -> None:
     # RFC 8032's first test key; the value was computed with coreutils' sha256sum and base32.
     key = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
-    assert peer_id_of(key) == "eh7ddx5bksrgcytl7bkai36se4"
+    assert peer_id_of_key(key) == "eh7ddx5bksrgcytl7bkai36se4"
 
 
 def test_node_record_survives_the_wire() -> None:
@@ -117,7 +117,7 @@ def test_somebody_elses_certificate_does_not_help_an_impostor() -> None:
     record = dataclasses.replace(
         coordinator_of(key_of(2)),
         public_key=public_of(impostor),
-        peer_id=peer_id_of(public_of(impostor)),
+        peer_id=peer_id_of_key(public_of(impostor)),
     )
     with pytest.raises(RecordError, match="not signed by the authority"):
         sign_record(record, impostor.sign)
@@ -129,7 +129,7 @@ def test_record_signed_with_another_key_is_refused() -> None:
 
 
 def test_record_under_a_strangers_peer_id_is_refused() -> None:
-    record = dataclasses.replace(node_of(key_of(1)), peer_id=peer_id_of(public_of(key_of(2))))
+    record = dataclasses.replace(node_of(key_of(1)), peer_id=peer_id_of_key(public_of(key_of(2))))
     with pytest.raises(RecordError, match="another peer's key"):
         sign_record(record, key_of(1).sign)
 

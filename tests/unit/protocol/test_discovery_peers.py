@@ -2,19 +2,21 @@
 """The peers file and the multiaddrs in it."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from shoal.protocol.discovery_peers import (
     MAX_PEERS_KEPT,
+    check_port_free,
     ensure_identity,
     listen_multiaddr,
     read_peers,
     split_multiaddr,
     write_peers,
 )
-from shoal.protocol.errors import ConfigError
+from shoal.protocol.errors import CapacityError, ConfigError
 
 
 def test_damaged_peers_file_is_read_as_far_as_it_makes_sense(tmp_path: Path) -> None:
@@ -51,6 +53,14 @@ def test_listen_addresses_are_literal() -> None:
     assert listen_multiaddr("::", 0) == "/ip6/::/tcp/0"
     with pytest.raises(ConfigError, match="localhost"):
         listen_multiaddr("localhost", 0)
+
+
+def test_port_that_another_peer_shares_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(CapacityError, match="another port"):
+            check_port_free("127.0.0.1", port)
+    check_port_free("127.0.0.1", port)
 
 
 def test_multiaddr_is_split_into_transport_and_peer() -> None:
