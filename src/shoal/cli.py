@@ -84,6 +84,39 @@ def top(
     asyncio.run(watch(url or _local_dashboard()))
 
 
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 20,
+    stages: Annotated[int, typer.Option(min=1, max=16, help="Pipeline stages.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=8, help="Nodes per stage.")] = 2,
+    kill: Annotated[str, typer.Option(help="never, or the step to kill a node in.")] = "middle",
+    boundary: Annotated[str, typer.Option(help="Codec between stages.")] = "bf16",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the summary for programs.")
+    ] = None,
+    keep_running: Annotated[
+        bool, typer.Option("--keep-running", help="Leave the dashboard up afterwards.")
+    ] = False,
+    folder: Annotated[Path | None, typer.Option(help="Folder of this demo's run.")] = None,
+) -> None:
+    """A real swarm on this machine: coordinator, nodes, real text, one node killed on the way."""
+    from shoal import demo as swarm_demo
+
+    config = swarm_demo.DemoConfig(
+        steps=steps,
+        stages=stages,
+        replicas=replicas,
+        kill=swarm_demo.parse_kill(kill, steps),
+        boundary=boundary,
+        seed=seed,
+        json_file=json_file,
+        keep_running=keep_running,
+        folder=folder,
+    )
+    sys.exit(swarm_demo.demo(config))
+
+
 def _local_dashboard() -> str:
     from shoal.coordinator.run_folder import live_runs, read_live, runs_folder
 
