@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 from platformdirs import user_data_path
 
+from shoal.compression.registry import parse_boundary
 from shoal.coordinator.dashboard.views import RunView
 from shoal.coordinator.run_folder import Live, read_live, write_file
 from shoal.demo_summary import Kill, Summary, summarize
@@ -139,7 +140,7 @@ class _Swarm:
             layers=max(4, config.stages),
             stages=config.stages,
             replicas=config.replicas,
-            boundary=config.boundary,
+            boundary=parse_boundary(config.boundary).spec,
         )
         write_file(run_file, text.encode())
         self.coordinator = _Process.start(
@@ -195,6 +196,7 @@ async def run_demo(config: DemoConfig, display: "Display") -> Summary:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = config.folder or user_data_path("shoal") / "demos" / f"{stamp}-{os.getpid()}"
     folder = folder.absolute()
+    parse_boundary(config.boundary)  # a misspelt codec is refused before anything starts
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--folder {folder} is not empty; each demo is a run of its own")
     swarm = _Swarm(config, folder, display.say)

@@ -100,6 +100,7 @@ function renderPipeline(view) {
   arrange();
   const fastest = Math.max(0, ...view.nodes.map((node) => node.microbatches_per_s));
   const gone = (node) => node.state === "left" || node.state === "fenced";
+  const over = view.state === "finished" || view.state === "failed";
   keep(at("pipeline"), view.stages, (stage) => stage.stage, (stage) => {
     const item = make("li", "stage");
     if (stage.stage > 0) {
@@ -122,7 +123,10 @@ function renderPipeline(view) {
       put(flow, flowInto(view, stage.stage));
       item.querySelector(".flow").classList.toggle("moving", view.state === "training" && !view.waiting_for);
     }
-    item.querySelector(".nobody").hidden = stage.nodes.length > 0;
+    const nobody = item.querySelector(".nobody");
+    nobody.hidden = stage.nodes.length > 0;
+    nobody.classList.toggle("over", over);
+    put(nobody, over ? "The run is over" : "Nobody holds this stage");
     keep(item.querySelector(".cards"), stage.nodes, (node) => node.peer_id, createNode,
       (card, node) => updateNode(card, node, fastest));
   });

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shoal demo` as a user runs it: what it prints, writes, kills, and leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(280)]
+
+KEYS = {
+    "steps_done",
+    "steps_lost",
+    "microbatches_missing",
+    "microbatches_double",
+    "nodes_killed",
+    "nodes_joined_late",
+    "loss_first",
+    "loss_last",
+    "tokens_per_s",
+    "bytes_moved",
+    "weights_digest",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start_demo(home: Path, tmp_path: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        environment = os.environ | {
+            "XDG_DATA_HOME": str(home / "data"),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "DEMO_TEST": str(tmp_path),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.cli", "demo", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    assert leftovers(tmp_path) == []
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """Processes that carry the demo's environment; they get two seconds to go."""
+    deadline = time.monotonic() + 3
+    found = ["?"]
+    while found and time.monotonic() < deadline:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("DEMO_TEST") == str(tmp_path):
+                    found.append(" ".join(process.cmdline())[:120])
+            except (psutil.Error, OSError):
+                continue
+        time.sleep(0.05)
+    return found
+
+
+def finished(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_killed_node_changes_nothing_of_the_result(start_demo: Start, tmp_path: Path) -> None:
+    summaries = []
+    for kill in ("never", "3"):
+        file = tmp_path / f"{kill}.json"
+        file.write_text("overwritten")
+        output = finished(start_demo("--steps", "8", "--kill", kill, "--json", str(file)))
+        assert "dashboard  http://127.0.0.1:" in output
+        assert "shoal join 'shoal://127.0.0.1:" in output
+        summaries.append(json.loads(file.read_text()))
+    undisturbed, killed = summaries
+    for summary in summaries:
+        assert summary.keys() >= KEYS
+        assert summary["tokens_per_s"].keys() == {"before", "during", "after"}
+        assert summary["steps_done"] == 8
+        assert summary["steps_lost"] == 0
+        assert summary["microbatches_missing"] == summary["microbatches_double"] == 0
+        assert summary["loss_last"] < summary["loss_first"]
+        assert summary["bytes_moved"] > 0
+    assert undisturbed["nodes_killed"] == 0
+    assert killed["nodes_killed"] == 1
+    assert killed["killed_in_step"] == 3
+    assert killed["weights_digest"] == undisturbed["weights_digest"]
+    assert len(killed["weights_digest"]) == 64
+
+
+def test_other_shapes_and_codecs_work(start_demo: Start, tmp_path: Path) -> None:
+    file = tmp_path / "summary.json"
+    arguments = ("--steps", "2", "--stages", "3", "--replicas", "1", "--kill", "never")
+    finished(start_demo(*arguments, "--boundary", "int8", "--seed", "7", "--json", str(file)))
+    assert json.loads(file.read_text())["steps_done"] == 2
+
+
+def test_ctrl_c_ends_the_whole_swarm(start_demo: Start) -> None:
+    process = start_demo("--steps", "500", "--kill", "never")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (("--kill", "99", "--steps", "8"), "give never, or a step from 1 to 8"),
+        (("--boundary", "int7"), "int8"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(
+    start_demo: Start, arguments: tuple[str, ...], cause: str
+) -> None:
+    process = start_demo(*arguments)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert cause in output.strip().splitlines()[-1]
+    assert "Traceback" not in output
