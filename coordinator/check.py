@@ -119,6 +119,14 @@ def resolve_vocab_size(spec: RunSpec, vocab_size: int | None = None) -> int:
     )
 
 
+def check_boundary(spec: RunSpec) -> Boundary:
+    """The codecs of the run's boundaries. Raises `ConfigError` for unknown ones."""
+    try:
+        return parse_boundary(spec.pipeline.boundary)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.{error}") from None
+
+
 def check_run(
     spec: RunSpec,
     vocab_size: int | None = None,
@@ -131,10 +139,7 @@ def check_run(
     spec = spec.model_copy(
         update={"model": spec.model.model_copy(update={"vocab_size": vocab_size})}
     )
-    try:
-        boundary = parse_boundary(spec.pipeline.boundary)
-    except ConfigError as error:
-        raise ConfigError(f"pipeline.{error}") from None
+    boundary = check_boundary(spec)
     shape = costs.boundary_shape(spec)
     estimate = _Estimate(
         spec=spec,

@@ -1,45 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands for whoever launches a run: launch, check, export, run list."""
 
-import asyncio
 import contextlib
+import json
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shoal.coordinator.check import check_run, render
-from shoal.coordinator.export import export_run
-from shoal.coordinator.launch import LaunchConfig, launch
-from shoal.coordinator.run_folder import live_runs, run_id_of, runs_folder
-from shoal.coordinator.run_view import audit
+from shoal.coordinator.run_folder import (
+    find_run,
+    known_runs,
+    read_live,
+    run_id_of,
+    runs_folder,
+)
 from shoal.protocol.spec import load_run_spec
+from shoal.protocol.terminal import Terminal, quits_on_signals
 
-console = Console()
+# What imports tensor libraries is imported by the command that needs it.
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's spec.")]
 
 
 @contextlib.contextmanager
-def progress_reporter():  # type: ignore[no-untyped-def]
+def progress_reporter(terminal: Terminal) -> Iterator[Callable[[str, float], None]]:
     """A callback (phase, share done) that draws a bar, or prints a line a phase without a
     terminal."""
+    console = terminal.console
     if not console.is_terminal:
         seen: set[str] = set()
 
         def plain(phase: str, share: float) -> None:
             if phase not in seen:
                 seen.add(phase)
-                console.print(phase)
+                terminal.line(phase)
 
         yield plain
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=1.0)
-        yield lambda phase, share: bar.update(task, description=phase, completed=share)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("reading", total=1.0)
+
+    def draw(phase: str, share: float) -> None:
+        if share >= 1.0:
+            bar.stop()  # something else may draw now
+            return
+        bar.start()
+        bar.update(task, description=phase, completed=share)
+
+    try:
+        yield draw
+    finally:
+        bar.stop()
 
 
 def launch_command(
@@ -49,9 +65,14 @@ def launch_command(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on for nodes.")] = "127.0.0.1",
     advertise: Annotated[str, typer.Option(help="Host that join links name.")] = "",
-    port: Annotated[int, typer.Option(help="Admission port; sessions take the next one.")] = 0,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65534, help="Admission port; sessions take the next one."),
+    ] = 0,
     http_host: Annotated[str, typer.Option(help="Address of the dashboard.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="Port of the dashboard; 0 takes any.")] = 0,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0 takes any.")
+    ] = 0,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(help="A further host name under which the page is asked for."),
@@ -63,6 +84,10 @@ def launch_command(
     discovery: Annotated[bool, typer.Option(help="Be found through the DHT.")] = True,
 ) -> None:
     """Coordinate a run: launch it, or resume it where it was."""
+    from shoal.coordinator.launch import launch
+    from shoal.coordinator.run_view import audit
+    from shoal.coordinator.serving import LaunchConfig
+
     spec = load_run_spec(run_file)
     where = (folder or runs_folder() / run_id_of(spec)).absolute()
     config = LaunchConfig(
@@ -77,55 +102,93 @@ def launch_command(
         discovery=discovery,
         allowed_hosts=tuple(allow_host or ()),
     )
-    with progress_reporter() as progress:
-        conductor = asyncio.run(launch(spec, config, _line, progress))
+    terminal = Terminal()
+    with quits_on_signals(), progress_reporter(terminal) as progress:
+        conductor = launch(spec, config, terminal, progress)
     state = conductor.state
     records = [state.records[s] for s in sorted(state.records)]
     missing, double = audit(conductor.run, records)
-    _line(
+    terminal.line(
         f"step {state.step} of {spec.steps}; {missing} microbatches missing, {double} double"
         + (f"; loss {records[0].loss:.3f} to {records[-1].loss:.3f}" if records else "")
     )
     if state.step < spec.steps:
-        _line(f"resume with: shoal launch {run_file}")
-
-
-def _line(text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+        again = f"shoal launch {shlex.quote(str(run_file))}"
+        if folder is not None:
+            again += f" --folder {shlex.quote(str(folder))}"
+        terminal.line(f"resume with: {again}")
 
 
 def check_command(
     run_file: RunFile,
-    flops: Annotated[float, typer.Option(help="FLOP/s of a node, to estimate time with.")] = 0.0,
-    mbit: Annotated[float, typer.Option(help="Mbit/s of a node's link.")] = 100.0,
+    flops: Annotated[
+        float, typer.Option(min=0, help="FLOP/s of a node, to estimate time with.")
+    ] = 0.0,
+    mbit: Annotated[float, typer.Option(min=0.001, help="Mbit/s of a node's link.")] = 100.0,
     json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Memory per stage, bytes per step and expected step time, before anything starts."""
+    from shoal.coordinator.check import HardwareAssumption, check_run, render
+
     spec = load_run_spec(run_file)
-    report = check_run(spec, flops_per_s=flops or None, link_bps=mbit * 1e6)
+    hardware = HardwareAssumption(link_bps=mbit * 1e6)
+    if flops:
+        hardware = HardwareAssumption(link_bps=mbit * 1e6, flops=flops, measured=True)
+    report = check_run(spec, hardware=hardware)
     if json_output:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        console.print(render(report))
+        Terminal().console.print(render(report))
 
 
 def export_command(
     run: Annotated[str, typer.Argument(help="A run's id or folder.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist or be empty.")],
+    stored: Annotated[
+        bool,
+        typer.Option("--stored", help="Take the newest stored snapshot; ask no coordinator."),
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for a coordinator's snapshot.")
+    ] = 300.0,
 ) -> None:
     """Write the newest committed weights as a Hugging Face LLaMA folder."""
-    folder = Path(run) if Path(run).is_dir() else runs_folder() / run
-    with progress_reporter() as progress:
+    from shoal.coordinator.export import export_run
+    from shoal.coordinator.fresh_snapshot import store_newest
+
+    terminal = Terminal()
+    folder = find_run(run)
+    with quits_on_signals(), progress_reporter(terminal) as progress:
+        live = None if stored else read_live(folder)
+        step = None
+        if live is not None:
+            step = store_newest(folder, live.dashboard, progress, deadline_s=wait)
         report = export_run(
-            folder, out, lambda done, total: progress("exporting", done / max(total, 1))
+            folder, out, lambda done, total: progress("exporting", done / max(total, 1)), step=step
         )
-    _line(
-        f"wrote {report.out}: step {report.step}, {report.num_parameters:,} parameters, "
-        f"{report.num_bytes:,} bytes"
+    terminal.line(
+        f"wrote {report.folder}: step {report.step}, {report.num_parameters:,} parameters, "
+        f"{report.num_bytes:,} bytes in {report.num_shards} weight file"
+        f"{'s' * (report.num_shards != 1)}, SHA-256 {report.weights_sha256}"
     )
 
 
-def list_command() -> None:
-    """Runs that coordinators on this machine serve."""
-    for live in live_runs(runs_folder()):
-        _line(f"{live.run_id}  {live.dashboard}  pid {live.pid}")
+def list_command(
+    json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Runs on this machine, and who serves them."""
+    runs = known_runs()
+    if json_output:
+        rows = [
+            {"folder": str(folder), "live": live.model_dump(exclude={"link"}) if live else None}
+            for folder, live in runs
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    terminal = Terminal()
+    for folder, live in runs:
+        name = live.run_id if live else folder.name
+        state = f"{live.dashboard}  pid {live.pid}" if live else "not running"
+        terminal.line(f"{name}  {state}  {folder}")
+    if not runs:
+        terminal.line(f"no runs in {runs_folder()}; `shoal launch RUN.toml` begins one")

@@ -7,53 +7,22 @@ summed up once its receipts cover every microbatch; a step commits once every pa
 left has prepared equal sums.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shoal.coordinator.ledger_facts import (
+    Dissent,
+    Lease,
+    PreparedFacts,
+    ReceiptFacts,
+    ReduceRound,
+    Slot,
+)
 from shoal.coordinator.router import spread
-from shoal.protocol.errors import FencedError, ReduceMismatchError, WrongLeaseError
+from shoal.protocol.errors import FencedError, MalformedFrameError, WrongLeaseError
 from shoal.protocol.ids import NOBODY, Incarnation, MicrobatchId, Stage
-
-Slot = tuple[MicrobatchId, Stage]
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """One microbatch at one stage, seen from its holder."""
-
-    microbatch: MicrobatchId
-    upstream: Incarnation
-    downstream: Incarnation
-    downstream_done: bool
-    upstream_done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiptFacts:
-    incarnation: Incarnation
-    microbatch: MicrobatchId
-    stage: Stage
-    loss_sum: float | None = None
-    busy_s: float = 0.0
-    boundary_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceRound:
-    """A frozen manifest: which accumulators, holding which microbatches, make a stage's sum."""
-
-    stage: Stage
-    round: int
-    parts: tuple[tuple[Incarnation, tuple[MicrobatchId, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedFacts:
-    incarnation: Incarnation
-    round: int
-    sums_digest: int
-    squared_norms: tuple[float, ...]
-    reduce_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +31,22 @@ class _StageBooks:
     round: ReduceRound | None = None
     rounds: int = 0
     prepared: dict[Incarnation, PreparedFacts] = field(default_factory=dict)
+    done: int = 0  # receipts of training microbatches
+
+    def cancel_round(self) -> None:
+        self.round = None
+        self.prepared.clear()
+
+    def all_prepared(self) -> bool:
+        return self.round is not None and self.prepared.keys() >= self.replicas.keys()
+
+    def agreed(self) -> PreparedFacts | None:
+        """The prepare that most replicas share, if somebody who is left is among them."""
+        votes = Counter(p.sums for p in self.prepared.values()).most_common(2)
+        if not votes or (len(votes) == 2 and votes[0][1] == votes[1][1]):
+            return None
+        shared = (p for who, p in self.prepared.items() if who in self.replicas)
+        return next((p for p in shared if p.sums == votes[0][0]), None)
 
 
 class StepLedger:
@@ -150,9 +135,10 @@ class StepLedger:
         """True when it counts, False for a repetition.
 
         Raises `FencedError` for an incarnation that doesn't take part, `WrongLeaseError` when the
-        lease is somebody else's.
+        lease is somebody else's or needs no receipt, `MalformedFrameError` without the loss.
         """
         slot = (receipt.microbatch, receipt.stage)
+        is_last = receipt.stage == self.num_stages - 1
         if not self.participates(receipt.incarnation):
             raise FencedError(f"incarnation {receipt.incarnation} takes no part in this step")
         if self._holders.get(slot) != receipt.incarnation:
@@ -160,9 +146,16 @@ class StepLedger:
                 f"microbatch {receipt.microbatch} at stage {receipt.stage} is not leased to "
                 f"incarnation {receipt.incarnation}"
             )
+        if self.is_validation(receipt.microbatch) and not is_last:
+            raise WrongLeaseError(
+                f"validation microbatch {receipt.microbatch} has a receipt at the last stage only"
+            )
+        if is_last and receipt.loss_sum is None:
+            raise MalformedFrameError(f"no loss for microbatch {receipt.microbatch}")
         if slot in self.receipts:
             return False
         self.receipts[slot] = receipt
+        self._stages[receipt.stage].done += not self.is_validation(receipt.microbatch)
         return True
 
     # ---- reduction -----------------------------------------------------------------------
@@ -172,9 +165,7 @@ class StepLedger:
         return [
             stage
             for stage, books in self._stages.items()
-            if books.replicas
-            and books.round is None
-            and all((MicrobatchId(m), stage) in self.receipts for m in range(self.num_microbatches))
+            if books.replicas and books.round is None and books.done == self.num_microbatches
         ]
 
     def start_round(self, stage: Stage) -> ReduceRound:
@@ -194,37 +185,51 @@ class StepLedger:
     def record_prepared(self, prepared: PreparedFacts) -> bool:
         """True when it counts, False when it belongs to a cancelled round.
 
-        Raises `FencedError`, or `ReduceMismatchError` when two replicas hold different sums.
+        Raises `FencedError`. Whether replicas agree is for `dissents` to say.
         """
         if not self.participates(prepared.incarnation):
             raise FencedError(f"incarnation {prepared.incarnation} takes no part in this step")
         books = self._stages[self._stage_of[prepared.incarnation]]
         if books.round is None or books.round.round != prepared.round:
             return False
-        for other in books.prepared.values():
-            if (other.sums_digest, other.squared_norms) != (
-                prepared.sums_digest,
-                prepared.squared_norms,
-            ):
-                raise ReduceMismatchError(
-                    f"incarnations {other.incarnation} and {prepared.incarnation} hold different "
-                    f"sums: {other.sums_digest:#x} and {prepared.sums_digest:#x}"
-                )
-        books.prepared[prepared.incarnation] = prepared
+        books.prepared.setdefault(prepared.incarnation, prepared)
         return True
 
+    def dissents(self) -> list[Dissent]:
+        """Stages where everybody has prepared, and not all the same."""
+        found = []
+        for stage, books in self._stages.items():
+            if not books.replicas or not books.all_prepared():
+                continue
+            agreed = books.agreed()
+            live = {who: books.prepared[who].sums for who in books.replicas}
+            outvoted = [who for who, sums in live.items() if agreed and sums != agreed.sums]
+            if agreed is None or outvoted:
+                found.append(Dissent(stage, tuple(outvoted)))
+        return found
+
     def committable(self) -> bool:
-        """Every receipt is in and every remaining participant has prepared."""
-        return not self.missing() and all(
-            books.replicas
-            and books.round is not None
-            and books.prepared.keys() >= books.replicas.keys()
-            for books in self._stages.values()
+        """Every receipt is in and every remaining participant has prepared the same sums."""
+        return (
+            len(self.receipts) == self.receipts_total()
+            and all(books.replicas and books.all_prepared() for books in self._stages.values())
+            and not self.dissents()
         )
 
+    def unprepared(self) -> list[Incarnation]:
+        """Participants of a round under way that have not prepared."""
+        return [
+            who
+            for books in self._stages.values()
+            if books.round is not None
+            for who in books.replicas
+            if who not in books.prepared
+        ]
+
     def sums(self) -> dict[Stage, PreparedFacts]:
-        """One prepare per stage (they are equal); only when `committable`."""
-        return {stage: next(iter(b.prepared.values())) for stage, b in self._stages.items()}
+        """What the replicas of each stage agreed on; only when `committable`."""
+        agreed = {stage: books.agreed() for stage, books in self._stages.items()}
+        return {stage: sums for stage, sums in agreed.items() if sums is not None}
 
     def reduce_bytes(self) -> int:
         return sum(p.reduce_bytes for b in self._stages.values() for p in b.prepared.values())
@@ -244,46 +249,64 @@ class StepLedger:
 
         What they held moves to live replicas, also what they had finished: their accumulators are
         gone. Except when their round is under way and they had prepared: then the survivors have,
-        or will get, everything that was theirs. A stage without survivors keeps its slots (see
+        or will get, everything that was theirs, and it stays counted unless a neighbour still
+        needs a boundary tensor that died with them. A stage without survivors keeps its slots (see
         `empty_stages`); the step can't go on.
         """
-        moved: set[Slot] = set()
         for who in lost:
-            if not self.participates(who):
-                continue
-            stage = self._stage_of[who]
-            books = self._stages[stage]
-            del books.replicas[who]
-            if books.round is not None and who not in books.prepared:
-                books.round = None
-                books.prepared.clear()
-        for stage, books in self._stages.items():
-            if books.replicas:
-                moved |= self._move_slots(stage, books)
+            if self.participates(who):
+                del self._stages[self._stage_of[who]].replicas[who]
+        for books in self._stages.values():
+            if books.round is not None and not books.all_prepared():
+                members = (who for who, _ in books.round.parts)
+                if any(who not in books.replicas and who not in books.prepared for who in members):
+                    books.cancel_round()
+        moved: set[Slot] = set()
+        while fresh := self._move_orphans():
+            moved |= fresh
         self.moved_last = {slot: self._holders[slot] for slot in moved}
         return self._tell(moved)
 
-    def _move_slots(self, stage: Stage, books: _StageBooks) -> set[Slot]:
-        frozen = books.round is not None
-        orphans = [
-            slot
-            for slot, who in self._holders.items()
-            if slot[1] == stage
-            and who not in books.replicas
-            and not (frozen and slot in self.receipts)
-            and not self._validation_is_over(slot)
-        ]
-        if not orphans:
-            return set()
+    def _move_orphans(self) -> set[Slot]:
+        """Slots that moved. Moving one may orphan its neighbours: call it until none does."""
+        moved: set[Slot] = set()
+        for stage, books in self._stages.items():
+            if not books.replicas:
+                continue
+            held_by_lost = [
+                slot
+                for slot, who in self._holders.items()
+                if slot[1] == stage
+                and who not in books.replicas
+                and not self._validation_is_over(slot)
+            ]
+            if any(self._neighbour_needs(slot) for slot in held_by_lost if slot in self.receipts):
+                books.cancel_round()
+            frozen = books.round is not None
+            orphans = [s for s in held_by_lost if not (frozen and s in self.receipts)]
+            self._move(orphans, books)
+            moved |= set(orphans)
+        return moved
+
+    def _neighbour_needs(self, slot: Slot) -> bool:
+        """Whether a neighbour has yet to finish: what this slot's holder kept must be there."""
+        microbatch, stage = slot
+        return any(
+            (microbatch, Stage(other)) not in self.receipts
+            for other in (stage - 1, stage + 1)
+            if 0 <= other < self.num_stages
+        )
+
+    def _move(self, orphans: Sequence[Slot], books: _StageBooks) -> None:
         unfinished = dict.fromkeys(books.replicas, 0)
         for slot, who in self._holders.items():
-            if slot[1] == stage and who in unfinished and slot not in self.receipts:
+            if who in unfinished and slot not in self.receipts:
                 unfinished[who] += 1
         routes = spread([m for m, _ in orphans], books.replicas, unfinished)
         for slot in orphans:
             self._holders[slot] = routes[slot[0]]
-            self.receipts.pop(slot, None)
-        return set(orphans)
+            if self.receipts.pop(slot, None) is not None:
+                books.done -= not self.is_validation(slot[0])
 
     def _validation_is_over(self, slot: Slot) -> bool:
         last = (slot[0], Stage(self.num_stages - 1))
@@ -304,6 +327,14 @@ class StepLedger:
         return told
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Rounded once, so independent of order and grouping; infinite when out of range."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
 def loss_of(receipts: Mapping[Slot, ReceiptFacts], ids: Sequence[int], last: Stage) -> float:
-    """The summed loss of microbatches `ids`, added in id order: independent of arrival."""
-    return sum(receipts[MicrobatchId(m), last].loss_sum or 0.0 for m in ids)
+    """The summed loss of microbatches `ids`, whenever their receipts arrived."""
+    return exact_sum(receipts[MicrobatchId(m), last].loss_sum or 0.0 for m in ids)

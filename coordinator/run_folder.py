@@ -6,31 +6,35 @@ snapshots/, keys/ (authority and the coordinator's identity), operator.token, an
 a coordinator serves the run.
 """
 
+import contextlib
 import hashlib
 import json
-import os
+import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 from platformdirs import user_cache_path, user_data_path
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.coordinator.data.prepare import prepare_data
-from shoal.coordinator.export import read_run
-from shoal.coordinator.planner import plan_cuts
-from shoal.protocol.atomic_file import AtomicFile
+from shoal.protocol.atomic_file import AtomicFile, storage_error
 from shoal.protocol.errors import ConfigError, StorageError
 from shoal.protocol.identity import load_or_create_secret
 from shoal.protocol.ids import RunId
 from shoal.protocol.spec import ResolvedRun, RunSpec, canonical_json
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
 RUN_FILE = "run.json"
 LIVE_FILE = "live.json"
 TOKEN_FILE = "operator.token"
+
+_CLOCK_STEP_S = 5.0
+"""By how much a clock may have been set back between a process's start and its live.json."""
 
 
 class Live(BaseModel):
@@ -44,6 +48,9 @@ class Live(BaseModel):
     admission: Annotated[str, Field(description="host:port of the admission port")]
     session: str
     link: str
+    discovery_port: int = 0
+    """0 without discovery."""
+    folder: str = ""
 
 
 def runs_folder() -> Path:
@@ -62,6 +69,11 @@ def run_id_of(spec: RunSpec) -> RunId:
 
 def open_run(spec: RunSpec, folder: Path, progress: Progress) -> ResolvedRun:
     """The run in `folder`, made there if there is none. Raises `ConfigError` for another one."""
+    # Only a launch needs these, and what they import.
+    from shoal.coordinator.data.prepare import prepare_data
+    from shoal.coordinator.export import read_run
+    from shoal.coordinator.planner import plan_cuts
+
     if (folder / RUN_FILE).exists():
         run = read_run(folder)
         differing = _differences(_planned(spec, run), run.spec)
@@ -74,7 +86,7 @@ def open_run(spec: RunSpec, folder: Path, progress: Progress) -> ResolvedRun:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{folder}: {error.strerror}; choose another --folder") from None
+        raise storage_error(folder, error) from None
     batch = spec.batch
     data = prepare_data(
         spec.data,
@@ -138,24 +150,77 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_live(folder: Path, live: Live) -> None:
-    write_file(folder / LIVE_FILE, live.model_dump_json().encode())
+    """For tools on this machine; and where it isn't, a pointer that `live_runs` finds."""
+    content = live.model_dump_json().encode()
+    write_file(folder / LIVE_FILE, content)
+    try:
+        write_file(_registry() / f"{live.pid}.json", content)
+    except StorageError as error:  # a service without a home
+        log.info("`shoal status` won't find this run by itself: %s", error)
+
+
+def remove_live(pid: int) -> None:
+    """The coordinator ends. Its folder keeps live.json: the next launch takes the same ports."""
+    with contextlib.suppress(OSError):
+        (_registry() / f"{pid}.json").unlink(missing_ok=True)
+
+
+def read_previous(folder: Path) -> Live | None:
+    """Where the last coordinator of this run was, whether it lives or not."""
+    return _read_live(folder / LIVE_FILE)
 
 
 def read_live(folder: Path) -> Live | None:
     """The coordinator that serves the run in `folder`, if it is alive."""
+    return _alive(folder / LIVE_FILE)
+
+
+def live_runs() -> list[Live]:
+    """This user's coordinators on this machine, the one started last first."""
+    found = [(path, live) for path in _registry().glob("*.json") if (live := _alive(path))]
+    found.sort(key=lambda pair: pair[0].stat().st_mtime, reverse=True)
+    return [live for _, live in found]
+
+
+def known_runs() -> list[tuple[Path, Live | None]]:
+    """Run folders on this machine and who serves them: those in `runs_folder`, and live ones."""
+    folders = {path.parent for path in runs_folder().glob(f"*/{RUN_FILE}")}
+    folders |= {Path(live.folder) for live in live_runs()}
+    return [(folder, read_live(folder)) for folder in sorted(folders)]
+
+
+def find_run(name: str) -> Path:
+    """The folder of a run given by its folder or id. Raises `ConfigError`."""
+    candidates = [Path(name), runs_folder() / name]
+    candidates += [Path(live.folder) for live in live_runs() if live.run_id == name]
+    for folder in candidates:
+        if (folder / RUN_FILE).is_file():
+            return folder
+    raise ConfigError(
+        f"{name}: neither a run's folder nor the id of one in {runs_folder()}; "
+        "`shoal run list` shows those on this machine"
+    )
+
+
+def _registry() -> Path:
+    return user_data_path("shoal") / "live"
+
+
+def _read_live(path: Path) -> Live | None:
     try:
-        live = Live.model_validate(json.loads((folder / LIVE_FILE).read_text(encoding="utf-8")))
-        os.kill(live.pid, 0)
-    except (OSError, ValueError, ValidationError):
+        return Live.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return None
-    return live
 
 
-def live_runs(root: Path) -> list[Live]:
-    """Coordinators on this machine, the one started last first."""
+def _alive(path: Path) -> Live | None:
+    """What the file says, if its process lives; another process may have got the same pid."""
+    live = _read_live(path)
     try:
-        folders = [path.parent for path in root.glob(f"*/{LIVE_FILE}")]
-    except OSError:
-        return []
-    folders.sort(key=lambda folder: (folder / LIVE_FILE).stat().st_mtime, reverse=True)
-    return [live for folder in folders if (live := read_live(folder)) is not None]
+        if live is not None and psutil.Process(live.pid).create_time() <= (
+            path.stat().st_mtime + _CLOCK_STEP_S
+        ):
+            return live
+    except (psutil.Error, OSError, ValueError):
+        pass
+    return None

@@ -5,7 +5,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from shoal.coordinator.conductor import Conductor, Phase
+from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.views import (
     MAX_HISTORY,
     EventLine,
@@ -18,7 +18,9 @@ from shoal.coordinator.dashboard.views import (
     StepPoint,
 )
 from shoal.coordinator.sessions import Session
+from shoal.coordinator.state import RunState as DurableState
 from shoal.coordinator.state import StepCommitted
+from shoal.coordinator.step_runner import Phase
 from shoal.protocol.costs import model_parameters
 from shoal.protocol.ids import PeerId
 from shoal.protocol.spec import ResolvedRun, StageSpec
@@ -36,6 +38,11 @@ def audit(run: ResolvedRun, records: Sequence[StepCommitted]) -> tuple[int, int]
             missing += sum(m not in counted for m in range(run.spec.batch.microbatches))
             double += sum(count - 1 for count in counted.values())
     return missing, double
+
+
+def steps_lost(state: DurableState) -> int:
+    """Steps up to the highest committed one that have no record: 0, or the log has a hole."""
+    return len(set(range(1, state.highest_step + 1)) - state.records.keys())
 
 
 def tokens_per_s(records: Sequence[StepCommitted]) -> float:
@@ -134,7 +141,7 @@ class ConductorView:
             boundary_bytes_per_step=newest.boundary_bytes if newest else 0,
             reduce_bytes_per_step=newest.reduce_bytes if newest else 0,
             bytes_total=sum(r.boundary_bytes + r.reduce_bytes for r in records),
-            steps_lost=len(set(range(1, state.highest_step + 1)) - state.records.keys()),
+            steps_lost=steps_lost(state),
             microbatches_missing=missing,
             microbatches_double=double,
             started_s=conductor.started_s,
@@ -164,7 +171,9 @@ class ConductorView:
         if conductor.failed:
             return "failed"
         if conductor.ended:
-            return "finished"
+            # Stopped early, it goes on when it is launched again; `waiting_for` says so.
+            complete = conductor.state.step >= conductor.run.spec.steps
+            return "finished" if complete else "paused"
         if conductor.state.paused is not None and conductor.phase is Phase.BETWEEN:
             return "paused"
         if conductor.stopping:
@@ -199,8 +208,8 @@ class ConductorView:
             NodeView(
                 peer_id=s.peer_id,
                 name=s.name,
-                incarnation=s.incarnation,
-                stage=s.stage,
+                incarnation=s.last_incarnation,
+                stage=s.last_stage if gone else s.stage,
                 state=self._node_state(s, gone=gone),
                 device=s.hello.hardware.device or "cpu",
                 device_name=s.hello.hardware.device_name,
@@ -223,7 +232,8 @@ class ConductorView:
 
     def _node_state(self, session: Session, *, gone: bool) -> NodeState:
         if gone:
-            return "left" if session.farewell or self._conductor.ended else "fenced"
+            went = session.farewell is not None or session.dismissed or self._conductor.ended
+            return "left" if went else "fenced"
         if session.state == "attached":
             return "joining"
         if session.state == "ready" and self._conductor.phase in (Phase.STEP, Phase.APPLYING):

@@ -18,7 +18,7 @@ import grpc
 from shoal.coordinator import sessions
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.data.shards import ShardStore
-from shoal.protocol.authority import Authority
+from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.errors import (
     AdmissionError,
     CapacityError,
@@ -27,14 +27,13 @@ from shoal.protocol.errors import (
     UnknownPeerError,
 )
 from shoal.protocol.identity import verify_join_request
-from shoal.protocol.ids import PeerId, display_name
+from shoal.protocol.ids import display_name
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
 from shoal.protocol.rpc import abort_with, peer_id_from_context
 from shoal.protocol.state_file import chunks
 
 log = logging.getLogger(__name__)
 
-LEAF_LIFETIME_S = 24 * 3600
 MAX_SESSIONS = 4096
 _MAX_EVENT_BYTES = 1 << 20
 _JOINS_PER_MINUTE = 600
@@ -51,13 +50,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         run_folder: Path,
         session_address: Callable[[], str],
         discovery_addresses: Callable[[], list[str]],
+        leaf_lifetime_s: float = LEAF_LIFETIME_S,
     ) -> None:
         self._conductor = conductor
         self._authority = authority
         self._shards = ShardStore(run_folder)
         self._session_address = session_address
         self._discovery_addresses = discovery_addresses
-        self._admitted: set[PeerId] = set()
+        self._leaf_lifetime_s = leaf_lifetime_s
         self._joins: deque[float] = deque(maxlen=_JOINS_PER_MINUTE)
 
     # ---- admission -----------------------------------------------------------------------
@@ -85,9 +85,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             )
         self._authority.check_token(request.token, run.run_id, now_s)
         certificate, expires_s = self._authority.issue_leaf(
-            request.tls_key, peer_id, LEAF_LIFETIME_S, now_s
+            request.tls_key, peer_id, self._leaf_lifetime_s, now_s
         )
-        self._admitted.add(peer_id)
         log.info("admitted %s (%s)", display_name(peer_id), peer_id)
         return coordinator_pb2.JoinReply(
             certificate=certificate,
@@ -106,7 +105,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             if peer_id not in self._conductor.sessions:
                 raise UnknownPeerError("only attached nodes renew their certificate; attach first")
             certificate, expires_s = self._authority.issue_leaf(
-                request.tls_key, peer_id, LEAF_LIFETIME_S, time.time()
+                request.tls_key, peer_id, self._leaf_lifetime_s, time.time()
             )
             return coordinator_pb2.RenewReply(certificate=certificate, expires_s=expires_s)
         except ShoalError as error:

@@ -2,6 +2,7 @@
 """Attached nodes, as the coordinator knows them. Soft state: it comes back when nodes re-attach."""
 
 import asyncio
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +31,11 @@ def lease_timeout_s(intervals: Sequence[float], *, least_s: float) -> float:
     return min(max(least_s, median + _LEASE_DEVIATIONS * deviation), _LEASE_LIMIT * least_s)
 
 
+def sane(number: float) -> float:
+    """A measurement that a node sent: finite and not negative, else 0 (not measured)."""
+    return number if math.isfinite(number) and number >= 0 else 0.0
+
+
 @dataclass(eq=False, slots=True)
 class Session:
     """One node's session, from its Hello to the end of the stream."""
@@ -41,23 +47,43 @@ class Session:
     outbox: "asyncio.Queue[coordinator_pb2.Command | None]" = field(default_factory=asyncio.Queue)
     """Commands to send; None ends the session."""
 
+    # Its place in the run.
     state: SessionState = "attached"
     incarnation: Incarnation = NOBODY
     stage: Stage | None = None
+    last_incarnation: Incarnation = NOBODY
+    """Its assignment, or the one that it had last; for display."""
+    last_stage: Stage | None = None
     step: int = -1
-    """Committed steps in the node's state, once it is ready."""
+    """Committed steps in the node's state, once it is ready; before, those it is told to get."""
+    weights_digest: int = 0
+    """As the node reports it, at `step`."""
     assigned_s: float = 0.0
+    keeps: bool = False
+    """It was assigned the state that it held already."""
+    owed_commit: bool = False
+    """It holds the sums of a committed step, and was told to apply them."""
+    donor: Incarnation = NOBODY
+    bad_donors: set[PeerId] = field(default_factory=set)
+    """Whose copies turned out wrong."""
+    copies: int = 0
+    """How often it was told to copy a stage's state."""
+    failures: int = 0
+    farewell: str | None = None
+    """Why the node wants to leave, once it said so."""
+    dismissed: bool = False
+    """It was let go for good."""
+    placement: str = ""
+    """Why the node has no stage."""
+    last_wait: str = ""
+
+    # Signs of life.
     last_heartbeat_s: float = 0.0
+    last_heard_s: float = 0.0
     heartbeat: coordinator_pb2.Heartbeat = field(default_factory=coordinator_pb2.Heartbeat)
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     busy: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     """Seconds of computation per microbatch."""
-    failures: int = 0
-    farewell: str | None = None
-    """Why the node wants to leave, once it said so."""
-    placement: str = ""
-    """Why the node has no stage."""
-    last_wait: str = ""
 
     def send(self, **command: object) -> None:
         self.outbox.put_nowait(coordinator_pb2.Command(**command))  # type: ignore[arg-type]
@@ -68,13 +94,15 @@ class Session:
             self.last_wait = reason
             self.send(wait=coordinator_pb2.Wait(reason=reason))
 
-    def heard(self, now_s: float) -> None:
-        if self.last_heartbeat_s:
-            self.intervals.append(now_s - self.last_heartbeat_s)
-        self.last_heartbeat_s = now_s
+    def heard(self, now_s: float, *, heartbeat: bool) -> None:
+        self.last_heard_s = now_s
+        if heartbeat:
+            if self.last_heartbeat_s:
+                self.intervals.append(now_s - self.last_heartbeat_s)
+            self.last_heartbeat_s = now_s
 
     def silent_s(self, now_s: float) -> float:
-        return now_s - max(self.last_heartbeat_s, self.attached_s)
+        return now_s - max(self.last_heard_s, self.attached_s)
 
     @property
     def speed(self) -> float:
@@ -93,7 +121,23 @@ class Session:
             incarnation=self.incarnation,
         )
 
-    def unassign(self) -> None:
-        """Back to a node without a stage; what it held before counts no more."""
-        self.state, self.incarnation, self.stage, self.step = "attached", NOBODY, None, -1
+    def assign(
+        self, stage: Stage, incarnation: Incarnation, *, step: int, keeps: bool, now_s: float
+    ) -> None:
+        self.state, self.stage, self.incarnation = "copying", stage, incarnation
+        self.last_stage, self.last_incarnation = stage, incarnation
+        self.step, self.weights_digest = step, 0
+        self.keeps, self.owed_commit, self.donor = keeps, False, NOBODY
+        self.assigned_s = now_s
+        self.copies += not keeps
+
+    def unassign(self, *, still_holds: bool) -> None:
+        """Back to a node without a stage. `still_holds`: its state is whole and may be kept."""
         self.hello.ClearField("held")
+        if still_holds:
+            self.hello.held.stage = self.stage or 0
+            self.hello.held.step = self.step
+            self.hello.held.weights_digest = self.weights_digest
+        self.state, self.incarnation, self.stage, self.step = "attached", NOBODY, None, -1
+        self.keeps = self.owed_commit = False
+        self.donor = NOBODY

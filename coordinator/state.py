@@ -4,8 +4,9 @@
 What is not here (receipts, sessions, queues) is soft and comes back from the nodes.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -172,8 +173,8 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
         case StepOpened():
             return replace(state, attempt=event.attempt)
         case StepCommitted():
-            assert event.step == state.step + 1, "steps are committed in order"
-            # The first record of a step stands: a recomputed step must equal it.
+            # The first record of a step stands: a recomputed step must equal it. A log with a hole
+            # is read as it is; `RunView.steps_lost` shows the hole.
             records = state.records
             if event.step not in records:
                 records = {**records, event.step: event}
@@ -200,3 +201,12 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             return replace(state, weights_sha256=event.weights_sha256)
         case RunCreated() | NodeFenced():
             return state
+
+
+def replay(events: Iterable[tuple[str, Mapping[str, Any]]]) -> RunState:
+    """The state that logged (kind, payload) pairs add up to."""
+    state = RunState()
+    for kind, payload in events:
+        event = EVENT_KINDS[kind].model_validate(payload)
+        state = apply(event, state)  # type: ignore[arg-type]
+    return state

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 DEADLINE_S = 3.0
-COORDINATOR_URL = "http://127.0.0.1:7601/healthz"
+COORDINATOR_URL = "http://127.0.0.1:7602/healthz"
 SOCKET_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 _LISTENING = "0A"

@@ -33,9 +33,9 @@ FindElsewhere = Callable[[], Awaitable[Sequence[str]]]
 """Admission addresses that discovery knows, asked when the link's don't answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Membership:
-    """What an admitted node holds."""
+    """What an admitted node holds. The certificate is replaced in place when it is renewed."""
 
     run: ResolvedRun
     credentials: Credentials
@@ -43,7 +43,25 @@ class Membership:
     session_address: str
     discovery_peers: tuple[str, ...]
     certificate_expires_s: int
-    tls_key_der: bytes
+    tls_key: TlsKey
+
+    @property
+    def tls_key_der(self) -> bytes:
+        return self.tls_key.spki_der
+
+    def renew(self, leaf_pem: bytes, expires_s: int) -> None:
+        self.credentials.replace(leaf_pem=leaf_pem)
+        self.certificate_expires_s = expires_s
+
+    def take_over(self, newer: "Membership") -> None:
+        """Go on with the certificate and addresses of another admission to the same run."""
+        self.tls_key = newer.tls_key
+        self.credentials.replace(
+            leaf_pem=newer.credentials.leaf_pem, private_key_pem=newer.tls_key.private_pem
+        )
+        self.certificate_expires_s = newer.certificate_expires_s
+        self.session_address = newer.session_address
+        self.discovery_peers = newer.discovery_peers
 
 
 async def join(link: JoinLink, identity: NodeIdentity, find: FindElsewhere) -> Membership:
@@ -114,7 +132,7 @@ def _membership(
         session_address=reply.session_address,
         discovery_peers=tuple(reply.discovery_peers)[:16],
         certificate_expires_s=reply.expires_s,
-        tls_key_der=tls_key.spki_der,
+        tls_key=tls_key,
     )
 
 

@@ -3,25 +3,28 @@
 
 import asyncio
 import contextlib
+import difflib
 import os
-import signal
-import sys
+import threading
 import time
 import tomllib
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from shoal.node.config import NodeConfig, default_folder
 from shoal.protocol.errors import AdmissionError, ConfigError
-from shoal.protocol.join_link import JoinLink
+from shoal.protocol.join_link import MAX_LINK_CHARS, JoinLink
 from shoal.protocol.spec import parse_spec
+from shoal.protocol.terminal import STOP_SIGNALS, Terminal, quit_now, quits_on_signals
 
-console = Console()
+ENVIRONMENT_PREFIX = "SHOAL_NODE_"
 
 _LINK_FILE_PATIENCE_S = 600.0
+_QUIT_LIMIT_S = 3.0
 
 
 def join_command(
@@ -31,7 +34,9 @@ def join_command(
     link_file: Annotated[
         Path | None, typer.Option(help="Read the link from here, once it is there.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Identity and caches.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Identity, caches and node.toml; one daemon each.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes any.")] = None,
     advertise: Annotated[
@@ -41,6 +46,9 @@ def join_command(
     threads: Annotated[int | None, typer.Option(help="CPU threads for computation.")] = None,
     max_memory_gb: Annotated[float | None, typer.Option(help="Memory to use at most.")] = None,
     discovery: Annotated[bool | None, typer.Option(help="Take part in the DHT.")] = None,
+    grace_s: Annotated[
+        float | None, typer.Option(help="Seconds that handing over may take after Ctrl-C.")
+    ] = None,
 ) -> None:
     """Lend this machine to a run, until it is over or you press Ctrl-C."""
     flags = {
@@ -52,34 +60,50 @@ def join_command(
         "threads": threads,
         "max_memory_gb": max_memory_gb,
         "discovery": discovery,
+        "grace_s": grace_s,
     }
-    config = load_config(flags, os.environ, folder)
-    asyncio.run(_run(config, link, link_file))
+    terminal = Terminal()
+    with quits_on_signals():
+        config = load_config(flags, os.environ, folder)
+        parsed = JoinLink.parse(_link_text(link, link_file, terminal))
+        parsed.require_fresh(time.time())
+        asyncio.run(_run(config, parsed, terminal))
 
 
 def load_config(
-    flags: dict[str, Any], environment: "os._Environ[str] | dict[str, str]", folder: Path | None
+    flags: Mapping[str, Any], environment: Mapping[str, str], folder: Path | None
 ) -> NodeConfig:
     """Flag over environment (SHOAL_NODE_HOST, …) over node.toml over default."""
-    path = (folder or default_folder()) / "node.toml"
+    given = {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    known = list(NodeConfig.model_fields)
+    for name in given.keys() - set(known):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "unset it"
+        raise ConfigError(f"{ENVIRONMENT_PREFIX}{name.upper()}: no such setting; {hint}")
+    path = Path(folder or given.get("folder") or default_folder()) / "node.toml"
     values: dict[str, Any] = {}
-    if path.exists():
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-    for name in NodeConfig.model_fields:
-        if (value := environment.get(f"SHOAL_NODE_{name.upper()}")) is not None:
-            values[name] = value
-    values.update({name: value for name, value in flags.items() if value is not None})
-    return parse_spec(NodeConfig, values, "node configuration")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    values |= given
+    values |= {name: value for name, value in flags.items() if value is not None}
+    return parse_spec(NodeConfig, values, f"node configuration (flags, environment, {path})")
 
 
-async def _run(config: NodeConfig, link: str | None, link_file: Path | None) -> None:
-    parsed = JoinLink.parse(await _link_text(link, link_file))
+async def _run(config: NodeConfig, link: JoinLink, terminal: Terminal) -> None:
+    if config.device in ("auto",) or config.device.startswith("cuda"):
+        # Without it cuBLAS may give other bits from run to run. Read when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from shoal.node.daemon import NodeDaemon  # imports torch; a wrong link fails before that
 
-    daemon = NodeDaemon(config, parsed, _line)
+    daemon = NodeDaemon(config, link, terminal.line)
     running = asyncio.create_task(daemon.run())
     loop = asyncio.get_running_loop()
     presses = 0
@@ -87,37 +111,45 @@ async def _run(config: NodeConfig, link: str | None, link_file: Path | None) -> 
     def stop() -> None:
         nonlocal presses
         presses += 1
-        if presses == 1:
+        if presses == 1 and daemon.is_attached:
             daemon.leave()
         else:
             running.cancel()
+            loop.call_later(_QUIT_LIMIT_S, quit_now)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
-    try:
-        await running
-    except asyncio.CancelledError:
-        _line("quit")
-        sys.exit(130)
+    with terminal.live(daemon.status_line):
+        try:
+            await running
+            return
+        except asyncio.CancelledError:
+            pass
+    terminal.line("quit")
+    quit_now()
 
 
-async def _link_text(link: str | None, link_file: Path | None) -> str:
+def _link_text(link: str | None, link_file: Path | None, terminal: Terminal) -> str:
     if link and not link_file:
         return link
     if link or not link_file:
-        raise AdmissionError("give a join link or --link-file FILE; `shoal launch` prints the link")
+        raise ConfigError("give a join link or --link-file FILE; `shoal launch` prints the link")
     deadline = time.monotonic() + _LINK_FILE_PATIENCE_S
     said = False
     while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            if text := link_file.read_text(encoding="utf-8").strip():
-                return text
+        try:
+            with contextlib.suppress(FileNotFoundError), link_file.open(encoding="utf-8") as file:
+                if text := file.read(MAX_LINK_CHARS + 1).strip():
+                    return text
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--link-file {link_file}: {error}") from None
         if not said:
             said = True
-            _line(f"waiting for a join link in {link_file}")
-        await asyncio.sleep(0.5)
-    raise AdmissionError(f"no join link in {link_file} after {_LINK_FILE_PATIENCE_S:.0f} s")
-
-
-def _line(text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+            # It imports for seconds; by the time that the link is there it is ready.
+            threading.Thread(target=import_module, args=("shoal.node.daemon",), daemon=True).start()
+            terminal.line(f"waiting for a join link in {link_file}")
+        time.sleep(0.2)
+    raise AdmissionError(
+        f"no join link in {link_file} after {_LINK_FILE_PATIENCE_S:.0f} s; is the run launched "
+        "with --link-file, and the file in a folder that this machine sees?"
+    )

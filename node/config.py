@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node's owner decides. Flags of `shoal join` over environment over node.toml over these."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 from platformdirs import user_data_path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,3})?")
 
 
 def default_folder() -> Path:
     return user_data_path("shoal") / "node"
+
+
+def _known_device(device: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        raise ValueError(f"device = {device!r} is unknown; use auto, cpu, cuda, cuda:1 or mps")
+    return device
 
 
 class NodeConfig(BaseModel):
@@ -23,7 +32,7 @@ class NodeConfig(BaseModel):
     """0 takes a free one."""
     advertise: str = ""
     """Host at which others reach this node; empty means `host`."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_known_device)] = "auto"
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads for computation. Part of the kernel class: nodes that must agree bit for bit
     use the same."""

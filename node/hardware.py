@@ -88,18 +88,17 @@ def _choose(wanted: str) -> torch.device:
         if torch.backends.mps.is_available():
             return torch.device("mps")
         return torch.device("cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise CapacityError(f"device = {wanted!r} is unknown; use auto, cpu, cuda or mps") from None
-    there = {
-        "cpu": lambda: True,
-        "cuda": lambda: (
-            torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-        ),
-        "mps": torch.backends.mps.is_available,
-    }.get(device.type)
-    if there is None or not there():
+    device = torch.device(wanted)
+    match device.type:
+        case "cpu":
+            there = True
+        case "cuda":
+            there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+        case "mps":
+            there = torch.backends.mps.is_available()
+        case _:
+            there = False
+    if not there:
         raise CapacityError(
             f"device = {wanted!r} isn't available to this PyTorch ({torch.__version__}); "
             "use --device auto, or install a PyTorch build for it"

@@ -2,17 +2,17 @@
 """What peers may send: every header is held against the plan before a byte is allocated.
 
 Commands of the coordinator reach nodes at slightly different times, so a tensor may arrive before
-the step or lease that it belongs to. Such tensors are parked, within bounds, and handed over when
-the command arrives.
+the step or lease that it belongs to. Such tensors are parked and handed over when the command
+arrives. Each sender has room for one tensor per microbatch, its newest, so that nobody can fill
+the memory, or take the room that another one's tensors need.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from shoal.compression.codec import CodecContext
+from shoal.compression.codec import CodecContext, Leg, WireCodec
 from shoal.compression.registry import Boundary
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
@@ -28,8 +28,6 @@ from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId
 from shoal.protocol.proto import types_pb2
 from shoal.protocol.spec import ResolvedRun, StageSpec
 from shoal.protocol.wire import ReceivedTensor
-
-Leg = Literal["forward", "backward"]
 
 _LEGS: dict[int, Leg] = {
     types_pb2.DIRECTION_FORWARD: "forward",
@@ -76,18 +74,18 @@ class BoundaryInbox:
         self._max_microbatches = batch.microbatches + validation
         self._step = committed_step
         self._attempt = 0
+        self._oldest = (committed_step + 1, 0)  # the first (step, attempt) that isn't over
         self._deliver: Deliver | None = None
-        self._parked: dict[tuple[int, int, Leg, int, Incarnation], BoundaryTensor] = {}
+        self._parked: dict[tuple[Incarnation, MicrobatchId], BoundaryTensor] = {}
 
-    def codec_of(self, leg: Leg) -> str:
-        codec = self._boundary.forward if leg == "forward" else self._boundary.backward
-        return codec.spec
+    def _codec(self, leg: Leg) -> WireCodec:
+        return self._boundary.forward if leg == "forward" else self._boundary.backward
 
     def admit(self, header: types_pb2.TensorHeader, sender: PeerId) -> int:
         """The payload length that the plan allows; raises a `ProtocolError` for anything else."""
         key = header.key
         if key.run_id != self._run.run_id:
-            raise WrongRunError(f"tensor of run {key.run_id!r}; this is {self._run.run_id!r}")
+            raise WrongRunError(f"tensor of run {key.run_id[:64]!r}; this is {self._run.run_id!r}")
         leg = _LEGS.get(key.direction)
         if leg is None:
             raise MalformedFrameError(f"direction {key.direction} is not a boundary's")
@@ -98,15 +96,15 @@ class BoundaryInbox:
                 f"{leg} tensor from stage {member.stage} for stage {key.stage}; "
                 f"this is stage {self._stage.stage}"
             )
-        self._check_step(key.step, key.attempt)
+        self._check_not_over(key.step, key.attempt)
         if key.microbatch >= self._max_microbatches:
             raise WrongLeaseError(
                 f"microbatch {key.microbatch}; steps of this run have {self._max_microbatches}"
             )
-        codec = self._boundary.forward if leg == "forward" else self._boundary.backward
+        codec = self._codec(leg)
         if header.codec != codec.spec or header.codec_version != codec.version:
             raise WrongCodecError(
-                f"codec {header.codec!r} version {header.codec_version}; the run's is "
+                f"codec {header.codec[:64]!r} version {header.codec_version}; the run's is "
                 f"{codec.spec!r} version {codec.version}"
             )
         if tuple(header.shape) != self._shape or header.dtype != types_pb2.DTYPE_FLOAT32:
@@ -128,8 +126,7 @@ class BoundaryInbox:
             boundary=sender_boundary,
             leg=leg,
         )
-        codec = self._boundary.forward if leg == "forward" else self._boundary.backward
-        tensor = codec.decode(
+        tensor = self._codec(leg).decode(
             received.payload, self._shape, context, device=self._device
         )
         return BoundaryTensor(
@@ -142,56 +139,73 @@ class BoundaryInbox:
         )
 
     def accept(self, tensor: BoundaryTensor) -> bool:
-        """Deliver or park; False for a duplicate. Raises `WrongStepError` when it came too late."""
-        self._check_step(tensor.step, tensor.attempt)
+        """Deliver or park; False for a duplicate.
+
+        Raises `WrongStepError` when it came too late, `FencedError` when its sender left the plan
+        while it was decoded.
+        """
+        self._check_not_over(tensor.step, tensor.attempt)
         if self._swarm.member(tensor.sender) is None:
             raise FencedError(f"incarnation {tensor.sender} left the plan")
-        if self._deliver is not None and (tensor.step, tensor.attempt) == (
-            self._step,
-            self._attempt,
-        ):
+        if self._deliver is not None and _try_of(tensor) == (self._step, self._attempt):
             try:
                 return self._deliver(tensor)
             except WrongLeaseError:
                 pass  # the lease may be on its way here
-        key = (tensor.step, tensor.attempt, tensor.leg, tensor.microbatch, tensor.sender)
-        fresh = key not in self._parked
-        if fresh and len(self._parked) >= 4 * self._max_microbatches:
-            raise WrongLeaseError(
-                f"{len(self._parked)} tensors wait for leases already; "
-                f"microbatch {tensor.microbatch} isn't leased here"
+        key = (tensor.sender, tensor.microbatch)
+        parked = self._parked.get(key)
+        if parked is not None and _try_of(parked) > _try_of(tensor):
+            raise WrongStepError(
+                f"tensor of step {tensor.step}, attempt {tensor.attempt}; its sender is at step "
+                f"{parked.step}, attempt {parked.attempt} already"
             )
         self._parked[key] = tensor
-        return fresh
+        return parked is None or _try_of(parked) < _try_of(tensor)
 
-    def _check_step(self, step: int, attempt: int) -> None:
-        current = (self._step, self._attempt)
-        closed = self._deliver is None and step == self._step
-        if (step, attempt) < current or closed or step > self._step + 1 or attempt > 1_000_000:
+    def _check_not_over(self, step: int, attempt: int) -> None:
+        if (step, attempt) < self._oldest or step > self._step + 1:
             raise WrongStepError(
                 f"tensor of step {step}, attempt {attempt}; this node is at step {self._step}, "
                 f"attempt {self._attempt}"
             )
 
+    # ---- the node's own progress ---------------------------------------------------------
+
     def open_step(self, step: int, attempt: int, deliver: Deliver) -> None:
+        """From now on tensors of this try go to `deliver`; earlier tries are over."""
         self._step, self._attempt, self._deliver = step, attempt, deliver
-        self._parked = {k: v for k, v in self._parked.items() if k[:2] >= (step, attempt)}
+        self._forget_before((step, attempt))
         self.leases_changed()
+
+    def suspend(self) -> None:
+        """The open try ends here, committed or to be opened anew: nothing of it is taken any more.
+        What comes for later ones is parked."""
+        if self._deliver is not None:
+            self._deliver = None
+            self._forget_before((self._step, self._attempt + 1))
 
     def close_step(self, step: int) -> None:
         """`step` is committed: whatever still comes for it is late."""
         self._step, self._attempt, self._deliver = step, 0, None
-        self._parked = {k: v for k, v in self._parked.items() if k[0] > step}
+        self._forget_before((step + 1, 0))
 
     def leases_changed(self) -> None:
-        """Hand over what was parked for leases that have come since."""
-        if self._deliver is None:
-            return
+        """Hand over what was parked for leases that have come since; forget what came from senders
+        that have left the plan."""
         for key, tensor in list(self._parked.items()):
-            if key[:2] != (self._step, self._attempt):
-                continue
-            try:
-                self._deliver(tensor)
-            except WrongLeaseError:
-                continue
-            del self._parked[key]
+            if self._swarm.member(tensor.sender) is None:
+                del self._parked[key]
+            elif self._deliver is not None and _try_of(tensor) == (self._step, self._attempt):
+                try:
+                    self._deliver(tensor)
+                except WrongLeaseError:
+                    continue
+                del self._parked[key]
+
+    def _forget_before(self, oldest: tuple[int, int]) -> None:
+        self._oldest = oldest
+        self._parked = {k: v for k, v in self._parked.items() if _try_of(v) >= oldest}
+
+
+def _try_of(tensor: BoundaryTensor) -> tuple[int, int]:
+    return tensor.step, tensor.attempt

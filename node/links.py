@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams to other nodes: ordered pushes with acknowledgements, resumed after a broken connection.
 
-One stream per (peer incarnation, method). A tensor stays pending until it is acknowledged; when
-the connection breaks, pending tensors are sent again (the receiver deduplicates). The coordinator
-decides when a peer is gone: `drop` ends its streams.
+One stream per (peer incarnation, method), open from the first tensor on. A tensor stays pending
+until it is acknowledged; when the connection breaks, pending tensors are sent again (the receiver
+deduplicates). The coordinator decides when a peer is gone: `drop` ends its streams.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -19,6 +20,7 @@ from shoal.protocol.errors import (
     FencedError,
     MalformedFrameError,
     ProtocolError,
+    ShoalError,
     TruncatedStreamError,
     WrongLeaseError,
     WrongStepError,
@@ -35,9 +37,15 @@ INCARNATION_METADATA = "shoal-incarnation"
 """Stream metadata: the sender's incarnation, so that a receiver can wait for a plan naming it."""
 
 _RESENDS = 3
+"""How often a tensor that arrived damaged is sent again."""
+
+_MAX_REASON_CHARS = 500
 
 _WORTH_RESENDING = (ChecksumError, TruncatedStreamError, MalformedFrameError)
 _STALE = (WrongStepError, WrongLeaseError, FencedError)
+
+
+Call = grpc.aio.StreamStreamCall[bytes, peer_pb2.PushAck]
 
 
 @dataclass(eq=False, slots=True)
@@ -63,11 +71,14 @@ class PeerLinks:
         on_refused: OnRefused,
         on_unreachable: OnUnreachable,
     ) -> None:
+        """`on_refused` hears of refusals that sending again does not cure; `on_unreachable` of
+        every failure to deliver something after the first in a row."""
         self._credentials = credentials
         self._incarnation = incarnation
         self._on_refused = on_refused
         self._on_unreachable = on_unreachable
         self._streams: dict[tuple[Incarnation, str], _TensorStream] = {}
+        self._closed = False
         self.bytes_sent = 0
 
     def push(
@@ -76,8 +87,12 @@ class PeerLinks:
         """Queue a tensor; the future ends when the peer has it, or has refused it as stale.
 
         It is cancelled when the peer is dropped, and holds a `ProtocolError` for a refusal that
-        sending again does not cure.
+        sending again does not cure. `payload` must not change before it ends.
         """
+        if self._closed:
+            late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            late.cancel()
+            return late
         reduction = header.key.direction in (
             types_pb2.DIRECTION_REDUCE_PARTIAL,
             types_pb2.DIRECTION_REDUCE_TOTAL,
@@ -101,13 +116,15 @@ class PeerLinks:
 
     async def drop(self, incarnation: Incarnation) -> None:
         """The peer is out of the plan: end its streams, cancel what is pending."""
-        for key in [key for key in self._streams if key[0] == incarnation]:
-            await self._streams.pop(key).close()
+        await self._end([key for key in self._streams if key[0] == incarnation])
 
     async def close(self) -> None:
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            await stream.close()
+        self._closed = True
+        await self._end(list(self._streams))
+
+    async def _end(self, keys: Sequence[tuple[Incarnation, str]]) -> None:
+        ended = [self._streams.pop(key) for key in keys]
+        await asyncio.gather(*(stream.close() for stream in ended))
 
 
 @dataclass(eq=False)
@@ -118,58 +135,79 @@ class _TensorStream:
     incarnation: Incarnation
     on_refused: OnRefused
     on_unreachable: OnUnreachable
-    _queue: asyncio.Queue[_Outgoing] = field(default_factory=asyncio.Queue)
+    _queue: deque[_Outgoing] = field(default_factory=deque)
     _pending: dict[int, _Outgoing] = field(default_factory=dict)
+    _filled: asyncio.Event = field(default_factory=asyncio.Event)
     _sequence: int = 0
+    _failures: int = 0
 
     def __post_init__(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"push to {self.member.name}")
 
     def put(self, header: types_pb2.TensorHeader, payload: Payload) -> asyncio.Future[None]:
         outgoing = _Outgoing(header, payload, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(outgoing)
+        self._enqueue(outgoing)
         return outgoing.acknowledged
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        for outgoing in self._take_all():
-            outgoing.acknowledged.cancel()
+        self._requeue()
+        while self._queue:
+            self._queue.popleft().acknowledged.cancel()
 
     async def _run(self) -> None:
-        failures = 0
         rng = random.Random()
         while True:
+            await self._something_to_send()
             try:
-                async with self.open_channel() as channel:
-                    call = open_tensor_stream(
-                        channel,
-                        self.method,
-                        ((INCARNATION_METADATA, str(self.incarnation)),),
-                    )
-                    writer = asyncio.create_task(self._write(call))
-                    try:
-                        async for ack in call:
-                            failures = 0
-                            self._settle(ack)
-                    finally:
-                        writer.cancel()
-                        await asyncio.gather(writer, return_exceptions=True)
-                    reason = f"{self.member.name} ended the stream"
-            except grpc.RpcError as error:
+                reason = await self._serve()
+            except Exception as error:  # whatever it is, what is pending must be sent again
+                if not isinstance(error, (grpc.RpcError, ShoalError)):
+                    log.exception("stream to %s failed", self.member.name)
                 details = error.details() if isinstance(error, grpc.aio.AioRpcError) else ""
-                reason = f"{details or error}"
-            failures += 1
-            for outgoing in self._take_all():
-                self._queue.put_nowait(outgoing)
+                reason = f"{details or error!r}"
+            reason = _printable(reason)
             log.debug("stream to %s broke: %s", self.member.name, reason)
-            if failures >= 2:
+            self._requeue()
+            if not self._queue:
+                continue
+            self._failures += 1
+            if self._failures >= 2:
                 self.on_unreachable(self.member, reason)
-            await asyncio.sleep(backoff(failures, rng))
+            await asyncio.sleep(backoff(self._failures, rng))
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, peer_pb2.PushAck]") -> None:
+    async def _serve(self) -> str:
+        """One connection, for as long as it lasts; says why it ended."""
+        async with self.open_channel() as channel:
+            call = open_tensor_stream(
+                channel, self.method, ((INCARNATION_METADATA, str(self.incarnation)),)
+            )
+            reader = asyncio.create_task(self._read(call))
+            writer = asyncio.create_task(self._write(call))
+            try:
+                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+                if call.done():  # the reader knows why
+                    await asyncio.wait({reader})
+            finally:
+                call.cancel()
+                reader.cancel()
+                writer.cancel()
+                await asyncio.gather(reader, writer, return_exceptions=True)
+            (writer if reader.cancelled() else reader).result()
+            return f"{self.member.name} ended the stream"
+
+    async def _read(self, call: Call) -> None:
+        async for ack in call:
+            self._failures = 0
+            self._settle(ack)
+
+    async def _write(self, call: Call) -> None:
         while True:
-            outgoing = await self._queue.get()
+            await self._something_to_send()
+            outgoing = self._queue.popleft()
+            if outgoing.acknowledged.done():  # whoever pushed it gave it up
+                continue
             self._sequence += 1
             self._pending[self._sequence] = outgoing
             header = types_pb2.TensorHeader()
@@ -178,6 +216,7 @@ class _TensorStream:
             header.payload_bytes = len(outgoing.payload)
             for frame in frames(header, outgoing.payload):
                 await call.write(frame)
+            del outgoing  # while idle, only what is pending is kept
 
     def _settle(self, ack: peer_pb2.PushAck) -> None:
         outgoing = self._pending.pop(ack.sequence, None)
@@ -186,23 +225,35 @@ class _TensorStream:
         if ack.status != peer_pb2.PUSH_STATUS_REFUSED:
             outgoing.acknowledged.set_result(None)
             return
-        kind = error_class(ack.error)
-        error = kind(ack.detail) if issubclass(kind, ProtocolError) else ProtocolError(ack.detail)
+        kind, detail = error_class(ack.error), _printable(ack.detail)
+        error = kind(detail) if issubclass(kind, ProtocolError) else ProtocolError(detail)
         if isinstance(error, _WORTH_RESENDING) and outgoing.tries < _RESENDS:
             outgoing.tries += 1
-            self._queue.put_nowait(outgoing)
+            self._enqueue(outgoing)
         elif isinstance(error, _STALE):
             log.debug("%s no longer wants a tensor: %s", self.member.name, error)
             outgoing.acknowledged.set_result(None)
         else:
-            self.on_refused(self.member, error)
             outgoing.acknowledged.set_exception(error)
             outgoing.acknowledged.exception()  # whoever awaits it still gets it
+            self.on_refused(self.member, error)
 
-    def _take_all(self) -> list[_Outgoing]:
-        """Everything not acknowledged yet, oldest first; leaves nothing pending or queued."""
-        taken = [self._pending[sequence] for sequence in sorted(self._pending)]
+    def _enqueue(self, outgoing: _Outgoing) -> None:
+        self._queue.append(outgoing)
+        self._filled.set()
+
+    async def _something_to_send(self) -> None:
+        while not self._queue:
+            self._filled.clear()
+            await self._filled.wait()
+
+    def _requeue(self) -> None:
+        """What was sent but not acknowledged goes to the front again, oldest first."""
+        for sequence in sorted(self._pending, reverse=True):
+            self._queue.appendleft(self._pending[sequence])
         self._pending.clear()
-        while not self._queue.empty():
-            taken.append(self._queue.get_nowait())
-        return taken
+
+
+def _printable(text: str) -> str:
+    """A peer's words, fit for a log and a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])

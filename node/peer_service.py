@@ -2,8 +2,10 @@
 """The gRPC service that a node offers to other nodes. Checks who speaks; the inboxes check what."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,16 +13,18 @@ import grpc
 
 from shoal.node.inbox import BoundaryInbox
 from shoal.node.links import INCARNATION_METADATA
-from shoal.node.reduce import ReduceInbox
+from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
+    CapacityError,
     FencedError,
     ProtocolError,
     ShoalError,
     WrongLeaseError,
+    WrongRunError,
     WrongStepError,
 )
-from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import peer_pb2, peer_pb2_grpc, types_pb2
 from shoal.protocol.rpc import abort_with, peer_id_from_context
 from shoal.protocol.state_file import chunks
@@ -32,6 +36,11 @@ PLAN_LAG_S = 10.0
 """How long a peer may know of a newer plan than this node before it counts as unknown."""
 
 _DECODE_INLINE_BYTES = 256 * 1024
+
+_MAX_STREAMS = 8
+"""Of one peer. Two are in use; after broken connections some more may look open for a while."""
+
+_NO_STAGE = "this node holds no stage at the moment"
 
 _NOT_A_FAULT = (WrongStepError, WrongLeaseError, FencedError)
 """What honest nodes do when a command reaches them late."""
@@ -53,68 +62,133 @@ Context = grpc.aio.ServicerContext[Any, Any]
 OnBadPeer = Callable[[PeerId, ProtocolError], None]
 
 
+class _BoundaryStream:
+    """What one `Push` stream brings; each tensor goes to the inbox that admitted it."""
+
+    def __init__(self, inboxes: Inboxes, sender: PeerId) -> None:
+        self._inboxes = inboxes
+        self._sender = sender
+        self._inbox: BoundaryInbox | None = None
+
+    def admit(self, header: types_pb2.TensorHeader) -> int:
+        self._inbox = self._inboxes.boundary_inbox
+        if self._inbox is None:
+            raise WrongLeaseError(_NO_STAGE)
+        return self._inbox.admit(header, self._sender)
+
+    async def take(self, received: ReceivedTensor) -> bool:
+        inbox = self._inbox
+        assert inbox is not None, "it admitted the tensor"
+        if len(received.payload) <= _DECODE_INLINE_BYTES:
+            tensor = inbox.decode(received)
+        else:
+            tensor = await asyncio.to_thread(inbox.decode, received)
+        if inbox is not self._inboxes.boundary_inbox:
+            raise WrongLeaseError("this node changed its stage meanwhile")
+        return inbox.accept(tensor)
+
+
+class _ReduceStream:
+    """What one `Reduce` stream brings."""
+
+    def __init__(self, inboxes: Inboxes, swarm: SwarmView, sender: PeerId) -> None:
+        self._inboxes = inboxes
+        self._swarm = swarm
+        self._sender = sender
+        self._inbox: ReduceInbox | None = None
+
+    def admit(self, header: types_pb2.TensorHeader) -> int:
+        self._inbox = self._inboxes.reduce_inbox
+        if self._inbox is None:
+            raise WrongLeaseError(_NO_STAGE)
+        member = self._swarm.check(Incarnation(header.key.incarnation), self._sender)
+        return self._inbox.admit(header, member)
+
+    async def take(self, received: ReceivedTensor) -> bool:
+        assert self._inbox is not None, "it admitted the slice"
+        return await self._inbox.take(received)
+
+
 class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(self, run_id: str, swarm: SwarmView, inboxes: Inboxes, on_bad: OnBadPeer) -> None:
+        """`on_bad` hears of what no honest node sends, not of what merely came late."""
         self._run_id = run_id
         self._swarm = swarm
         self._inboxes = inboxes
         self._on_bad = on_bad
+        self._open_streams: Counter[PeerId] = Counter()
+        self._donations: Counter[PeerId] = Counter()
         self.bytes_received = 0
 
     # Push and Reduce get serialized frames (protocol/wire.py), hence the type.
     async def Push(  # type: ignore[override]
         self, request_iterator: AsyncIterable[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        async for ack in self._receive(
-            request_iterator, context, self._admit_boundary, self._take_boundary
+        async for ack in self._serve(
+            request_iterator, context, lambda sender: _BoundaryStream(self._inboxes, sender)
         ):
             yield ack
 
     async def Reduce(  # type: ignore[override]
         self, request_iterator: AsyncIterable[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        async for ack in self._receive(
-            request_iterator, context, self._admit_slice, self._take_slice
+        async for ack in self._serve(
+            request_iterator,
+            context,
+            lambda sender: _ReduceStream(self._inboxes, self._swarm, sender),
         ):
             yield ack
+
+    async def _serve(
+        self,
+        messages: AsyncIterable[bytes],
+        context: Context,
+        open_stream: Callable[[PeerId], "_BoundaryStream | _ReduceStream"],
+    ) -> AsyncIterator[peer_pb2.PushAck]:
+        try:
+            sender = peer_id_from_context(context)
+            with _counted(self._open_streams, sender, _MAX_STREAMS, "tensor streams"):
+                await self._wait_for_plan(context)
+                async for ack in self._receive(messages, open_stream(sender), sender):
+                    yield ack
+        except ShoalError as error:  # the rest of the stream can't be read
+            await abort_with(context, error)
 
     async def _receive(
         self,
         messages: AsyncIterable[bytes],
-        context: Context,
-        admit: Callable[[types_pb2.TensorHeader, PeerId], int],
-        take: Callable[[ReceivedTensor], Awaitable[bool]],
+        stream: "_BoundaryStream | _ReduceStream",
+        sender: PeerId,
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        sender = await self._sender(context)
         try:
-            async for received in receive_tensors(messages, lambda h: admit(h, sender)):
+            async for received in receive_tensors(messages, stream.admit):
                 if isinstance(received, RefusedTensor):
                     yield self._refuse(received.header, received.error, sender)
                     continue
                 self.bytes_received += len(received.payload)
+                sequence = received.header.sequence
                 try:
-                    fresh = await take(received)
+                    fresh = await stream.take(received)
                 except ProtocolError as error:
                     yield self._refuse(received.header, error, sender)
                     continue
+                del received  # while the stream idles, its last tensor belongs to the inbox alone
                 yield peer_pb2.PushAck(
-                    sequence=received.header.sequence,
+                    sequence=sequence,
                     status=peer_pb2.PUSH_STATUS_ACCEPTED
                     if fresh
                     else peer_pb2.PUSH_STATUS_DUPLICATE,
                 )
-        except ProtocolError as error:  # the rest of the stream can't be read
+        except ProtocolError as error:
             self._blame(sender, error)
-            await abort_with(context, error)
+            raise
 
-    async def _sender(self, context: Context) -> PeerId:
-        """Who opened the stream, once the plan names it (or the wait for that is over)."""
-        sender = peer_id_from_context(context)
+    async def _wait_for_plan(self, context: Context) -> None:
+        """Until the plan names who opened the stream, or the wait for that is over."""
         metadata = dict(context.invocation_metadata() or ())
         claimed = str(metadata.get(INCARNATION_METADATA, ""))
         if claimed.isdecimal() and len(claimed) < 20:
             await self._swarm.known(Incarnation(int(claimed)), timeout_s=PLAN_LAG_S)
-        return sender
 
     def _refuse(
         self, header: types_pb2.TensorHeader, error: ProtocolError, sender: PeerId
@@ -132,59 +206,42 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if not isinstance(error, _NOT_A_FAULT):
             self._on_bad(sender, error)
 
-    # ---- boundary tensors ----------------------------------------------------------------
-
-    def _admit_boundary(self, header: types_pb2.TensorHeader, sender: PeerId) -> int:
-        inbox = self._inboxes.boundary_inbox
-        if inbox is None:
-            raise WrongLeaseError("this node holds no stage at the moment")
-        return inbox.admit(header, sender)
-
-    async def _take_boundary(self, received: ReceivedTensor) -> bool:
-        inbox = self._inboxes.boundary_inbox
-        if inbox is None:
-            raise WrongLeaseError("this node holds no stage at the moment")
-        if len(received.payload) <= _DECODE_INLINE_BYTES:
-            tensor = inbox.decode(received)
-        else:
-            tensor = await asyncio.to_thread(inbox.decode, received)
-        return inbox.accept(tensor)
-
-    # ---- slices --------------------------------------------------------------------------
-
-    def _admit_slice(self, header: types_pb2.TensorHeader, sender: PeerId) -> int:
-        inbox = self._inboxes.reduce_inbox
-        if inbox is None:
-            raise WrongLeaseError("this node holds no stage at the moment")
-        member = self._swarm.check(Incarnation(header.key.incarnation), sender)
-        return inbox.admit(header, member, self._swarm.replicas(Stage(inbox.stage)))
-
-    async def _take_slice(self, received: ReceivedTensor) -> bool:
-        inbox = self._inboxes.reduce_inbox
-        if inbox is None:
-            raise WrongLeaseError("this node holds no stage at the moment")
-        return inbox.accept(received)
-
     # ---- state and liveness --------------------------------------------------------------
 
     async def FetchState(
         self, request: peer_pb2.StateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StateChunk]:
-        peer_id_from_context(context)
         try:
+            sender = peer_id_from_context(context)
             if request.run_id != self._run_id:
-                raise FencedError(f"state of run {request.run_id!r}; this is {self._run_id!r}")
-            path = await self._inboxes.state_at(request.stage, request.step)
+                raise WrongRunError(
+                    f"state of run {request.run_id[:64]!r}; this is {self._run_id!r}"
+                )
+            # Every copy takes disk space and the disk's time.
+            with _counted(self._donations, sender, 1, "copies of the state"):
+                path = await self._inboxes.state_at(request.stage, request.step)
+                try:
+                    reading = chunks(path)
+                    while (chunk := await asyncio.to_thread(next, reading, None)) is not None:
+                        yield chunk
+                finally:
+                    path.unlink(missing_ok=True)
         except ShoalError as error:
             await abort_with(context, error)
-            return
-        try:
-            for chunk in await asyncio.to_thread(chunks, path):
-                yield chunk
-        finally:
-            path.unlink(missing_ok=True)
 
-    async def Ping(
-        self, request: peer_pb2.PingRequest, context: Context
-    ) -> peer_pb2.PingReply:
+    async def Ping(self, request: peer_pb2.PingRequest, context: Context) -> peer_pb2.PingReply:
         return peer_pb2.PingReply(nonce=request.nonce[:64], step=self._inboxes.committed_step)
+
+
+@contextlib.contextmanager
+def _counted(counts: Counter[PeerId], peer: PeerId, limit: int, what: str) -> Iterator[None]:
+    """Raises `CapacityError` when the peer has `limit` of these already."""
+    if counts[peer] >= limit:
+        raise CapacityError(f"{peer} has {limit} {what} open already; close one first")
+    counts[peer] += 1
+    try:
+        yield
+    finally:
+        counts[peer] -= 1
+        if not counts[peer]:
+            del counts[peer]

@@ -7,6 +7,7 @@ This connects them with the compute thread, the links and the session.
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from shoal.compression.registry import Boundary
 from shoal.node.inbox import BoundaryInbox, BoundaryTensor
 from shoal.node.links import PeerLinks
-from shoal.node.reduce import ReduceInbox, all_reduce
+from shoal.node.reduce import all_reduce
+from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.stage_worker import Computed, StageWorker
 from shoal.node.step_work import LeaseFacts, Push, StepWork
 from shoal.node.swarm_view import SwarmView
@@ -158,6 +160,7 @@ class StageMember:
 
     async def close(self) -> None:
         await self._stop_step()
+        self.reduce_inbox.close()
         await self.links.close()
 
     # ---- the step ------------------------------------------------------------------------
@@ -323,6 +326,7 @@ class StageMember:
     async def _stop_step(self) -> None:
         await self._cancel(self._reduction)
         await self._cancel(self._pump)
+        self.boundary_inbox.suspend()
         self._reduction = self._pump = self._work = None
 
     @staticmethod
@@ -335,13 +339,14 @@ class StageMember:
 
     async def state_file(self, folder: Path, step: int) -> Path:
         """Write the state at `step` into `folder`. Raises `WrongStepError` when it moved on."""
-        runtime = self.worker.runtime
-        if runtime.step != step:
-            raise WrongStepError(
-                f"the state of step {step} is asked for; this node holds {runtime.step}"
-            )
-        path = folder / f"stage-{self.worker.spec.stage}-step-{step:08d}-{id(self):x}.safetensors"
-        await self.worker.save(path)
+        # A name of its own: several readers may ask for one step, and each removes its file.
+        path = folder / f"stage-{self.worker.spec.stage}-{uuid.uuid4().hex}.safetensors"
+        have = self.worker.runtime.step
+        if have == step:
+            have = await self.worker.save(path)
+        if have != step:  # also when a commit came first
+            path.unlink(missing_ok=True)
+            raise WrongStepError(f"the state of step {step} is asked for; this node holds {have}")
         return path
 
     # ---- reports -------------------------------------------------------------------------

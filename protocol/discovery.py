@@ -37,6 +37,12 @@ MAX_LIFETIME_S = 3600.0
 CLOCK_SKEW_S = 60.0
 """How far in the future a record may have been issued, since home clocks differ."""
 
+SESSION_CAPABILITY = "session"
+"""Where a coordinator's record names its mutual-TLS port; `address` is the admission port."""
+
+DISCOVERY_CAPABILITY = "discovery"
+"""Where a node's record names the multiaddr of its own discovery peer."""
+
 _SIGNATURE_BYTES = 64
 _SIGNING_CONTEXT = b"shoal peer record v1\0"
 

@@ -76,6 +76,7 @@ class DhtDiscovery:
         identity_path: Path | None = None,
         announce: Sequence[str] = (),
         client_mode: bool = False,
+        alone_is_fine: bool = False,
     ) -> "DhtDiscovery":
         """Join the table through any of `bootstrap` (multiaddrs ending in /p2p/<id>).
 
@@ -84,14 +85,17 @@ class DhtDiscovery:
         `listen_port` 0 takes any. `announce` (/ip4/HOST/tcp/PORT) replaces the addresses of the
         local interfaces, for forwarded ports. `client_mode` asks but doesn't answer: for peers
         that nobody can dial. Raises `ConfigError` for a malformed address, `CapacityError` for a
-        port in use, `UnreachableError` if peers are known but none answers.
+        port in use, `UnreachableError` if peers are known but none answers; not with
+        `alone_is_fine`, which goes on alone and tries them again at every later call.
         """
         for address in bootstrap:
             split_multiaddr(address)
         listen = listen_multiaddr(listen_host, listen_port)
         if listen_port:
             check_port_free(listen_host, listen_port)
-        peer = _DhtPeer(list(bootstrap), listen, list(announce), identity_path, client_mode)
+        peer = _DhtPeer(
+            list(bootstrap), listen, list(announce), identity_path, client_mode, alone_is_fine
+        )
         thread = _LoopThread()
         discovery = cls(peer, thread)
         try:
@@ -199,6 +203,7 @@ class _DhtPeer:
         announce: list[str],
         identity_path: Path | None,
         client_mode: bool,
+        alone_is_fine: bool,
     ) -> None:
         self.addresses: list[str] = []
         self._bootstrap = bootstrap
@@ -206,6 +211,7 @@ class _DhtPeer:
         self._announce = announce
         self._identity_path = identity_path
         self._client_mode = client_mode
+        self._alone_is_fine = alone_is_fine
         self._peers_path = None if identity_path is None else identity_path.with_name("peers.json")
         self._remembered = [] if self._peers_path is None else read_peers(self._peers_path)
         self._p2p: Any = None
@@ -233,7 +239,7 @@ class _DhtPeer:
         if not self._client_mode:
             self.addresses = [str(address) for address in await self._p2p.get_visible_maddrs()]
         known = self._known_addresses()
-        if known and not await self._join(known):
+        if known and not await self._join(known) and not self._alone_is_fine:
             raise UnreachableError(
                 f"none of {len(known)} known discovery peers answers, first {known[0]}; "
                 "ask for a fresh join link, or check that outgoing TCP is allowed"
@@ -407,6 +413,11 @@ def _record_validator() -> Any:
     return SignedRecordValidator()
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """p2pd calls it an error that its listener is closed, each time that it is told to end."""
+    return "use of closed network connection" not in record.getMessage()
+
+
 def _import_hivemind() -> Any:
     """hivemind with its logging undone: no handler of its own, no renamed level, warnings only."""
     import hivemind
@@ -420,4 +431,5 @@ def _import_hivemind() -> Any:
         use_hivemind_log_handler("nowhere")
         hivemind_logger.setLevel(logging.WARNING)
         logging.addLevelName(logging.WARNING, "WARNING")
+        logging.getLogger("hivemind.p2p.p2p_daemon").addFilter(_is_news)
     return hivemind

@@ -27,7 +27,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class _Spec(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelSpec(_Spec):
@@ -286,7 +286,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
         elif problem["type"] == "value_error":
             lines.append(problem["msg"].removeprefix("Value error, "))
         else:
-            lines.append(f"{field} = {problem.get('input')!r}: {problem['msg']}")
+            lines.append(f"{field} = {repr(problem.get('input'))[:80]}: {problem['msg']}")
     return "; ".join(lines)
 
 

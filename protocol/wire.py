@@ -83,12 +83,14 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def encode_frame(header: types_pb2.TensorHeader | None, chunk: Payload) -> bytes:
-    """One serialized `TensorFrame`; copies `chunk` once."""
-    head = b""
+    """One serialized `TensorFrame`, byte for byte as protobuf writes it; copies `chunk` once."""
+    parts: list[Payload] = []
     if header is not None:
         encoded = header.SerializeToString()
-        head = b"\x0a" + _varint(len(encoded)) + encoded
-    return b"".join((head, b"\x12", _varint(len(chunk)), chunk))
+        parts += (bytes([_HEADER_TAG]), _varint(len(encoded)), encoded)
+    if len(chunk):  # proto3 leaves out what is empty
+        parts += (bytes([_CHUNK_TAG]), _varint(len(chunk)), chunk)
+    return b"".join(parts)
 
 
 def decode_frame(message: bytes) -> Frame:
@@ -108,7 +110,7 @@ def decode_frame(message: bytes) -> Frame:
         except DecodeError as error:
             raise MalformedFrameError(f"tensor header can't be parsed: {error}") from None
         position += length
-    if position == len(data):  # proto3 leaves out an empty chunk
+    if position == len(data):  # an empty chunk is left out
         return Frame(header, data[position:])
     if data[position] != _CHUNK_TAG:
         raise MalformedFrameError(f"unexpected field tag {data[position]:#x} in a tensor frame")
@@ -130,6 +132,61 @@ def frames(header: types_pb2.TensorHeader, payload: Payload) -> Iterator[bytes]:
         yield encode_frame(None, view[start : start + MAX_CHUNK_BYTES])
 
 
+class _Assembly:
+    """One tensor in the making. Allocates only what the plan allows, and nothing when refused."""
+
+    def __init__(
+        self, header: types_pb2.TensorHeader, admit: Callable[[types_pb2.TensorHeader], int]
+    ) -> None:
+        self.header = header
+        self.filled = 0
+        self._refusal: ProtocolError | None = None
+        self._whole: memoryview | None = None
+        self._buffer: bytearray | None = None
+        try:
+            allowed = admit(header)
+            if header.payload_bytes != allowed:
+                raise OversizedStreamError(
+                    f"payload of {header.payload_bytes} bytes announced; "
+                    f"the plan allows exactly {allowed}"
+                )
+        except ProtocolError as error:
+            self._refusal = error
+
+    def add(self, chunk: memoryview) -> bool:
+        """True once the tensor is complete."""
+        total = self.header.payload_bytes
+        start, end = self.filled, self.filled + len(chunk)
+        if end > total:
+            raise OversizedStreamError(f"{end} bytes arrived for a tensor of {total}")
+        if end < total and not len(chunk):
+            raise MalformedFrameError("an empty chunk within a tensor")
+        self.filled = end
+        if self._refusal is None:
+            if len(chunk) == total:  # came in one frame: not copied
+                self._whole = chunk
+            else:
+                if self._buffer is None:
+                    self._buffer = bytearray(total)
+                self._buffer[start:end] = chunk
+        return end == total
+
+    def finish(self) -> ReceivedTensor | RefusedTensor:
+        if self._refusal is not None:
+            return RefusedTensor(self.header, self._refusal)
+        payload = self._buffer if self._buffer is not None else self._whole
+        assert payload is not None, "complete"
+        if checksum(payload) != self.header.checksum:
+            return RefusedTensor(
+                self.header,
+                ChecksumError(
+                    f"payload of {len(payload)} bytes does not match its checksum; "
+                    "sending it again helps"
+                ),
+            )
+        return ReceivedTensor(self.header, payload)
+
+
 async def receive_tensors(
     messages: AsyncIterable[bytes],
     admit: Callable[[types_pb2.TensorHeader], int],
@@ -141,60 +198,27 @@ async def receive_tensors(
     yielded as `RefusedTensor`; what makes the rest of the stream unreadable (a malformed frame,
     a header in mid-tensor, more bytes than announced, the stream's end in mid-tensor) is raised.
     """
-    header: types_pb2.TensorHeader | None = None
-    refusal: ProtocolError | None = None
-    whole: memoryview | None = None  # a tensor that came in one frame is not copied
-    buffer = bytearray()
-    filled = 0
+    assembly: _Assembly | None = None
     async for message in messages:
         frame = decode_frame(message)
         if frame.header is not None:
-            if header is not None:
+            if assembly is not None:
                 raise TruncatedStreamError(
-                    f"a new tensor begins after {filled} of {header.payload_bytes} bytes"
+                    f"a new tensor begins after {assembly.filled} of "
+                    f"{assembly.header.payload_bytes} bytes"
                 )
-            header, refusal, whole, filled = frame.header, None, None, 0
-            try:
-                allowed = admit(header)
-                if header.payload_bytes != allowed:
-                    raise OversizedStreamError(
-                        f"payload of {header.payload_bytes} bytes announced; "
-                        f"the plan allows exactly {allowed}"
-                    )
-            except ProtocolError as error:
-                refusal = error
-            if refusal is None and header.payload_bytes > len(frame.chunk):
-                buffer = bytearray(header.payload_bytes)
-            elif refusal is None:
-                whole = frame.chunk
-        elif header is None:
+            assembly = _Assembly(frame.header, admit)
+        elif assembly is None:
             raise MalformedFrameError("a chunk arrived before any tensor header")
-        end = filled + len(frame.chunk)
-        if end > header.payload_bytes:
-            raise OversizedStreamError(
-                f"{end} bytes arrived for a tensor of {header.payload_bytes}"
-            )
-        if refusal is None and whole is None:
-            buffer[filled:end] = frame.chunk
-        filled = end
-        if filled < header.payload_bytes:
-            if not len(frame.chunk):
-                raise MalformedFrameError("an empty chunk within a tensor")
+        if not assembly.add(frame.chunk):
             continue
-        if refusal is None:
-            payload: Payload = whole if whole is not None else buffer
-            if checksum(payload) == header.checksum:
-                yield ReceivedTensor(header, payload)
-            else:
-                refusal = ChecksumError(
-                    f"payload of {filled} bytes does not match its checksum; sending it again helps"
-                )
-        if refusal is not None:
-            yield RefusedTensor(header, refusal)
-        header = None
-    if header is not None:
+        received, assembly = assembly.finish(), None
+        del message, frame  # a stream may idle for hours: it must not hold on to its last tensor
+        yield received
+        del received
+    if assembly is not None:
         raise TruncatedStreamError(
-            f"the stream ended after {filled} of {header.payload_bytes} bytes"
+            f"the stream ended after {assembly.filled} of {assembly.header.payload_bytes} bytes"
         )
 
 
@@ -236,4 +260,4 @@ def open_tensor_stream(
         request_serializer=_identity,
         response_deserializer=peer_pb2.PushAck.FromString,
     )
-    return call(metadata=metadata)
+    return call(None, metadata=metadata)

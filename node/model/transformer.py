@@ -16,6 +16,24 @@ from torch import Tensor, nn
 from shoal.protocol.spec import ModelSpec, StageSpec
 
 
+class _Linear(nn.Linear):
+    """Without bias, and without first values: nobody uses them, drawing them takes time, and on
+    the meta device PyTorch imports a symbolic algebra system for it."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class _Embedding(nn.Embedding):
+    """Without first values, as `_Linear`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv 1910.07467); the statistics are fp32 also under autocast."""
 
@@ -38,10 +56,10 @@ class Attention(nn.Module):
         self.num_groups = model.num_heads // model.num_kv_heads
         self.head_dim = model.head_dim
         kv_dim = model.num_kv_heads * model.head_dim
-        self.q_proj = nn.Linear(model.dim, model.dim, bias=False)
-        self.k_proj = nn.Linear(model.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(model.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(model.dim, model.dim, bias=False)
+        self.q_proj = _Linear(model.dim, model.dim)
+        self.k_proj = _Linear(model.dim, kv_dim)
+        self.v_proj = _Linear(model.dim, kv_dim)
+        self.o_proj = _Linear(model.dim, model.dim)
 
     def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         v_BKTC = self._heads(self.v_proj(x_BTD))
@@ -66,9 +84,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(model.ffn_dim, model.dim, bias=False)
+        self.gate_proj = _Linear(model.dim, model.ffn_dim)
+        self.up_proj = _Linear(model.dim, model.ffn_dim)
+        self.down_proj = _Linear(model.ffn_dim, model.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
@@ -98,7 +116,7 @@ class _Trunk(nn.Module):
     def __init__(self, model: ModelSpec, stage: StageSpec) -> None:
         super().__init__()
         if stage.is_first:
-            self.embed_tokens = nn.Embedding(model.vocab_size, model.dim)
+            self.embed_tokens = _Embedding(model.vocab_size, model.dim)
         self.layers = nn.ModuleDict({str(i): Layer(model) for i in range(stage.start, stage.end)})
         if stage.is_last:
             self.norm = RMSNorm(model.dim, model.norm_eps)
@@ -113,7 +131,7 @@ class StageModel(nn.Module):
         self.stage = stage
         self.model = _Trunk(model, stage)
         if stage.is_last:
-            self.lm_head = nn.Linear(model.dim, model.vocab_size, bias=False)
+            self.lm_head = _Linear(model.dim, model.vocab_size)
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,9 +157,8 @@ def build_stage_model(
     model: ModelSpec, stage: StageSpec, *, device: torch.device | None = None
 ) -> StageModel:
     """The stage's module with fp32 parameters, all zero until they are drawn or loaded."""
-    with torch.device("meta"):  # no time or randomness spent on values that nobody uses
+    with device or torch.device("cpu"):
         module = StageModel(model, stage)
-    module.to_empty(device=device or torch.device("cpu"))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()

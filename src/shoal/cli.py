@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `shoal` command. Heavy modules are imported by the commands that need them."""
 
+import sys
+
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):  # before a syntax that others don't know
+    sys.stderr.write(
+        "shoal: Python %d.%d runs this; Shoal needs 3.11 to 3.13. Install it with one of these.\n"  # noqa: UP031 - older ones shall read it too
+        % sys.version_info[:2]
+    )
+    sys.exit(5)
+
 import asyncio
 import logging
 import os
-import sys
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shoal.protocol.errors import ShoalError, UnreachableError
+from shoal.protocol.terminal import EXIT_INTERRUPTED, quits_on_signals
 from shoal.version import PROTOCOL_VERSION, __version__
 
 app = typer.Typer(
@@ -81,7 +91,8 @@ def top(
     """The swarm, live."""
     from shoal.status import watch
 
-    asyncio.run(watch(url or _local_dashboard()))
+    with quits_on_signals():
+        asyncio.run(watch(url or _local_dashboard()))
 
 
 @app.command()
@@ -118,10 +129,10 @@ def demo(
 
 
 def _local_dashboard() -> str:
-    from shoal.coordinator.run_folder import live_runs, read_live, runs_folder
+    from shoal.coordinator.run_folder import live_runs, read_live
 
     here = read_live(Path())
-    live = [here] if here else live_runs(runs_folder())
+    live = [here] if here else live_runs()
     if not live:
         raise UnreachableError(
             "no coordinator runs on this machine; give the dashboard's address that "
@@ -136,10 +147,26 @@ def main() -> None:
     try:
         app()
     except ShoalError as error:
-        typer.echo(f"shoal: {error}", err=True)
+        _say(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # `shoal status | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is flushed at exit goes there
+        sys.exit(128 + signal.SIGPIPE)
+    except Exception as error:
+        logging.getLogger(__name__).info("unexpected error", exc_info=True)
+        _say(
+            f"unexpected {type(error).__name__}: {error}. This is a bug in Shoal: please report "
+            "it, with what `shoal -v …` shows."
+        )
+        sys.exit(1)
+
+
+def _say(text: str) -> None:
+    """One line, whatever a peer put into the error's text."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    typer.echo(f"shoal: {line}", err=True)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
+from shoal.protocol.authority import Authority
 from shoal.protocol.discovery import PeerRecord, coordinator_record, node_record, sign_record
 from shoal.protocol.discovery_dht import DhtDiscovery
 from shoal.protocol.errors import ConfigError, ShoalError
@@ -61,6 +62,11 @@ def authority_certificate(seed: int) -> bytes:
     return builder.sign(key_of(seed), None).public_bytes(Encoding.DER)
 
 
+def authority_of(seed: int) -> Authority:
+    certificate = x509.load_der_x509_certificate(authority_certificate(seed))
+    return Authority(key_of(seed), certificate)
+
+
 # ---- the peer's side ---------------------------------------------------------------------
 
 
@@ -78,7 +84,7 @@ async def answer(discovery: DhtDiscovery, command: dict[str, Any]) -> dict[str, 
             protocol_version=1,
             now_s=now_s,
         )
-        await discovery.publish(sign_record(record, key_of(command["seed"]).sign), record)
+        await discovery.publish(sign_record(record, authority_of(command["seed"]).sign), record)
         return {"ok": True}
     if do == "records":
         return {"addresses": sorted(record.address for record in await discovery.records(RUN))}

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
+from shoal.protocol.authority import Authority
 from shoal.protocol.discovery import (
     MAX_RECORD_BYTES,
     Discovery,
@@ -83,6 +84,10 @@ def coordinator_of(
     )
 
 
+def authority_of(key: Ed25519PrivateKey) -> Authority:
+    return Authority(key, x509.load_der_x509_certificate(certificate_of(key)))
+
+
 def fingerprint_by(key: Ed25519PrivateKey) -> bytes:
     return hashlib.sha256(certificate_of(key)).digest()
 
@@ -100,27 +105,38 @@ def test_node_record_survives_the_wire() -> None:
 
 def test_coordinator_record_is_believed_with_the_right_fingerprint() -> None:
     record = coordinator_of(key_of(2))
-    data = sign_record(record, key_of(2).sign)
+    data = sign_record(record, authority_of(key_of(2)).sign)
     assert open_record(data, NOW_S, fingerprint=fingerprint_by(key_of(2))) == record
     assert len(data) < MAX_RECORD_BYTES / 2
 
 
 def test_coordinator_record_of_another_authority_is_refused() -> None:
-    data = sign_record(coordinator_of(key_of(3)), key_of(3).sign)
+    data = sign_record(coordinator_of(key_of(3)), authority_of(key_of(3)).sign)
     with pytest.raises(RecordError, match="impostor"):
         open_record(data, NOW_S, fingerprint=fingerprint_by(key_of(2)))
 
 
 def test_somebody_elses_certificate_does_not_help_an_impostor() -> None:
     # The right certificate, hence the right fingerprint, but signed with the impostor's key.
-    impostor = key_of(3)
+    impostor = authority_of(key_of(3))
+    with pytest.raises(RecordError, match="forged"):
+        sign_record(coordinator_of(key_of(2)), impostor.sign)
+
+
+def test_certificate_of_another_key_than_the_records_is_refused() -> None:
+    # Even the authority's own signature doesn't let a record speak for a second key.
+    other = public_of(key_of(3))
     record = dataclasses.replace(
-        coordinator_of(key_of(2)),
-        public_key=public_of(impostor),
-        peer_id=peer_id_of_key(public_of(impostor)),
+        coordinator_of(key_of(2)), public_key=other, peer_id=peer_id_of_key(other)
     )
     with pytest.raises(RecordError, match="not signed by the authority"):
-        sign_record(record, impostor.sign)
+        sign_record(record, authority_of(key_of(2)).sign)
+
+
+def test_authoritys_signature_counts_only_as_a_statement() -> None:
+    # The bare key also signs certificates and tokens: none of those may pass for a record.
+    with pytest.raises(RecordError, match="forged"):
+        sign_record(coordinator_of(key_of(2)), key_of(2).sign)
 
 
 def test_record_signed_with_another_key_is_refused() -> None:
@@ -205,9 +221,9 @@ def test_the_same_record_written_differently_is_refused() -> None:
 def test_node_may_not_carry_a_certificate_and_a_coordinator_must() -> None:
     node = dataclasses.replace(node_of(key_of(1)), authority_der=certificate_of(key_of(1)))
     coordinator = dataclasses.replace(coordinator_of(key_of(1)), authority_der=None)
-    for record in (node, coordinator):
+    for record, sign in ((node, authority_of(key_of(1)).sign), (coordinator, key_of(1).sign)):
         with pytest.raises(RecordError, match="certificate"):
-            sign_record(record, key_of(1).sign)
+            sign_record(record, sign)
 
 
 async def test_in_memory_peers_find_each_other_and_the_coordinator() -> None:
@@ -216,7 +232,7 @@ async def test_in_memory_peers_find_each_other_and_the_coordinator() -> None:
     there: Discovery = InMemoryDiscovery(here.table, clock=lambda: NOW_S)
     node, coordinator = node_of(key_of(1)), coordinator_of(key_of(2))
     await here.publish(sign_record(node, key_of(1).sign), node)
-    await here.publish(sign_record(coordinator, key_of(2).sign), coordinator)
+    await here.publish(sign_record(coordinator, authority_of(key_of(2)).sign), coordinator)
     assert await there.records(RUN) == [node]
     assert await there.records(RunId("other-0a1b2c3d")) == []
     assert await there.coordinator(RUN, fingerprint_by(key_of(2))) == coordinator
@@ -229,7 +245,7 @@ async def test_in_memory_coordinator_that_moved_is_found_at_its_new_address() ->
     for address in ("198.51.100.1:443", "198.51.100.2:443"):
         now_s += 5
         record = coordinator_of(key_of(2), now_s=now_s, address=address)
-        await discovery.publish(sign_record(record, key_of(2).sign), record)
+        await discovery.publish(sign_record(record, authority_of(key_of(2)).sign), record)
     found = await discovery.coordinator(RUN, fingerprint_by(key_of(2)))
     assert found is not None
     assert found.address == "198.51.100.2:443"

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node reports, checked against the books and entered there."""
+
+import math
+
+from shoal.coordinator import commands
+from shoal.coordinator.broken_links import whom_to_fence
+from shoal.coordinator.ledger_facts import PreparedFacts, ReceiptFacts
+from shoal.coordinator.members import Members
+from shoal.coordinator.run_log import RunLog
+from shoal.coordinator.sessions import Session, sane
+from shoal.coordinator.step_runner import Phase, StepRunner
+from shoal.protocol.errors import FencedError, MalformedFrameError
+from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, Stage, display_name
+from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.spec import FaultSpec
+
+_MAX_FAILURES = 3
+_MAX_TEXT = 200
+
+
+class NodeEvents:
+    def __init__(self, log: RunLog, members: Members, runner: StepRunner, fault: FaultSpec) -> None:
+        self._log = log
+        self._members = members
+        self._runner = runner
+        self._fault = fault
+
+    def handle(self, session: Session, event: coordinator_pb2.NodeEvent) -> None:
+        """Raises `FencedError` for stale events, another `ProtocolError` for impossible ones."""
+        match event.WhichOneof("event"):
+            case "heartbeat":
+                session.heartbeat = event.heartbeat
+            case "ready":
+                self._on_ready(session, event.ready)
+            case "receipt":
+                self._on_receipt(session, event.receipt)
+            case "prepared":
+                self._on_prepared(session, event.prepared)
+            case "applied":
+                self._on_applied(session, event.applied)
+            case "trouble":
+                self._on_trouble(session, event.trouble)
+            case "farewell":
+                self._on_farewell(session, event.farewell)
+            case unexpected:
+                raise MalformedFrameError(f"unexpected event {unexpected}")
+
+    # ---- state ---------------------------------------------------------------------------
+
+    def _on_ready(self, session: Session, ready: coordinator_pb2.Ready) -> None:
+        self._members.check_own(session, ready.incarnation)
+        stage, state = session.stage, self._log.state
+        assert stage is not None, "an incarnation has a stage"
+        if session.state != "copying":
+            raise FencedError(f"is ready as incarnation {ready.incarnation} already")
+        assigned = session.step
+        # It may keep the state before the last step, with the sums to apply to it.
+        has_sums = session.keeps and ready.step == assigned - 1
+        if ready.step != assigned and not has_sums:
+            self._bad_state(session, f"holds step {ready.step} instead of {assigned}")
+            return
+        expected = state.weights_digests.get(ready.step)
+        if expected is not None and expected[stage] != ready.weights_digest:
+            self._bad_state(
+                session,
+                f"holds weights {ready.weights_digest:#x} of stage {stage} at step {ready.step}; "
+                f"the run's are {expected[stage]:#x}",
+            )
+            return
+        session.state = "ready" if session.farewell is None else "leaving"
+        session.step, session.weights_digest = ready.step, ready.weights_digest
+        if has_sums and assigned == state.step and self._runner.phase is Phase.BETWEEN:
+            session.owed_commit = True
+            session.send(commit=commands.commit(state.records[state.step], stage))
+        self._log.say("ready", f"{session.name} holds stage {stage} at step {ready.step}")
+
+    def _bad_state(self, session: Session, what: str) -> None:
+        """What a node got or kept is not the run's state: it gets it anew, from elsewhere."""
+        self._blame_donor(session)
+        self._fail(session, what, "refused", still_holds=False)
+
+    def _blame_donor(self, session: Session) -> None:
+        donor = self._members.by_incarnation(session.donor)
+        if donor is not None:
+            session.bad_donors.add(donor.peer_id)
+
+    def _on_applied(self, session: Session, applied: coordinator_pb2.Applied) -> None:
+        self._members.check_own(session, applied.incarnation)
+        step = self._log.state.step
+        if applied.step != step or session.step != step - 1:
+            raise FencedError(f"applied step {applied.step}; the run is at {step}")
+        if not session.owed_commit and not self._runner.participates(session):
+            raise FencedError(f"applied step {step}, in which it takes no part")
+        session.step, session.weights_digest = step, applied.weights_digest
+        session.owed_commit = False
+        self._runner.progressed()
+
+    # ---- the step ------------------------------------------------------------------------
+
+    def _on_receipt(self, session: Session, receipt: coordinator_pb2.Receipt) -> None:
+        self._members.check_own(session, receipt.incarnation)
+        opened = self._runner.opened
+        if opened is None or not self._runner.is_open(receipt.step, receipt.attempt):
+            raise FencedError(f"receipt of step {receipt.step}, attempt {receipt.attempt}")
+        if receipt.has_loss and not math.isfinite(receipt.loss_sum):
+            what = f"the loss of microbatch {receipt.microbatch} is {receipt.loss_sum}"
+            self._runner.bad_numbers(session, what)
+            return
+        counts = opened.ledger.record_receipt(
+            ReceiptFacts(
+                incarnation=Incarnation(receipt.incarnation),
+                microbatch=MicrobatchId(receipt.microbatch),
+                stage=Stage(receipt.stage),
+                loss_sum=receipt.loss_sum if receipt.has_loss else None,
+                busy_s=sane(receipt.busy_s),
+                boundary_bytes=receipt.boundary_bytes,
+            )
+        )
+        if counts:
+            self._runner.progressed()
+            if not opened.ledger.is_validation(receipt.microbatch):
+                session.busy.append(sane(receipt.busy_s))
+
+    def _on_prepared(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
+        self._members.check_own(session, prepared.incarnation)
+        opened = self._runner.opened
+        if opened is None or not self._runner.is_open(prepared.step, prepared.attempt):
+            raise FencedError(f"prepared step {prepared.step}, attempt {prepared.attempt}")
+        if any(norm < 0 for norm in prepared.squared_norms):
+            raise MalformedFrameError("a squared norm is negative")
+        counts = opened.ledger.record_prepared(
+            PreparedFacts(
+                incarnation=Incarnation(prepared.incarnation),
+                round=prepared.round,
+                sums_digest=prepared.sums_digest,
+                squared_norms=tuple(prepared.squared_norms),
+                reduce_bytes=prepared.reduce_bytes,
+            )
+        )
+        if counts:
+            self._runner.progressed()
+
+    # ---- trouble and leaving -------------------------------------------------------------
+
+    def _on_trouble(self, session: Session, trouble: coordinator_pb2.Trouble) -> None:
+        what = f"{trouble.error[:_MAX_TEXT]}: {trouble.detail[:_MAX_TEXT]}"
+        kind = trouble.kind
+        if kind == coordinator_pb2.TROUBLE_KIND_BAD_PEER:
+            peer = PeerId(trouble.peer_id)
+            self._members.mark(peer)
+            self._log.say("refused", f"{session.name} refused {display_name(peer)}'s data: {what}")
+            return
+        self._members.check_own(session, trouble.incarnation)
+        if kind == coordinator_pb2.TROUBLE_KIND_PEER_UNREACHABLE:
+            self._on_unreachable(session, trouble)
+        elif kind == coordinator_pb2.TROUBLE_KIND_NUMBERS:
+            self._runner.bad_numbers(session, what)
+        else:
+            # A failure to get the state is the donor's when the donor is gone.
+            copying = session.state == "copying" and bool(session.donor)
+            excused = copying and self._members.by_incarnation(session.donor) is None
+            if copying:
+                self._blame_donor(session)
+            # The state is whole, unless it failed while it applied a step.
+            whole = session.state in ("ready", "leaving") and session.step == self._log.state.step
+            self._fail(session, what, "failed", still_holds=whole, counts=not excused)
+
+    def _fail(
+        self, session: Session, what: str, kind: str, *, still_holds: bool, counts: bool = True
+    ) -> None:
+        session.failures += counts
+        if session.failures >= _MAX_FAILURES:
+            self._runner.let_go(session, f"failed {session.failures} times: {what}")
+        else:
+            self._runner.take_out(session, what, kind=kind, still_holds=still_holds)
+
+    def _on_unreachable(self, session: Session, trouble: coordinator_pb2.Trouble) -> None:
+        """A link is broken although both sessions live. Fence one side if it lasts."""
+        peer = self._members.by_incarnation(trouble.peer_incarnation)
+        if peer is None or peer is session:
+            return
+        now_s, links = self._log.clock(), self._runner.links
+        lasts = links.report(session.incarnation, peer.incarnation, now_s)
+        if not lasts and peer.silent_s(now_s) <= 3 * self._fault.heartbeat_s:
+            return
+        replaceable = [
+            s.incarnation
+            for s in (session, peer)
+            if s.stage is not None and set(self._members.holders(s.stage)) - {s}
+        ]
+        link = (session.incarnation, peer.incarnation)
+        wrong = self._members.by_incarnation(whom_to_fence(link, links.links(), replaceable) or 0)
+        if wrong is not None:
+            detail = trouble.detail[:_MAX_TEXT]
+            reason = f"{session.name} can't reach {peer.name} ({detail})"
+            self._runner.take_out(wrong, reason, kind="unreachable", still_holds=False)
+
+    def _on_farewell(self, session: Session, farewell: coordinator_pb2.Farewell) -> None:
+        session.farewell = farewell.reason[:_MAX_TEXT] or "its owner stopped it"
+        if session.state == "ready":
+            session.state = "leaving"
+        self._log.say("leaving", f"{session.name} leaves: {session.farewell}")

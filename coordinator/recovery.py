@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a stage's state comes from, what becomes of a lost stage, why a step can't open. Pure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.coordinator.state import RunState
+from shoal.protocol.ids import Stage
+from shoal.protocol.proto import coordinator_pb2
+
+RECLAIM_S = 10.0
+"""How long a lost stage's old holders may take to come back before the run rolls back."""
+
+JOIN_DEADLINE_S = 120.0
+"""A joiner that takes longer to copy its stage than this no longer holds up the next step."""
+
+_MAX_DOUBLINGS = 5
+
+
+def join_deadline_s(copies: int) -> float:
+    """How long a node's `copies`-th copy may hold up the next step. A node whose copy came too
+    late, so that it has to copy again, gets twice the time: else it would never get in."""
+    return JOIN_DEADLINE_S * 2.0 ** min(max(copies - 1, 0), _MAX_DOUBLINGS)
+
+
+def keepable(
+    held: coordinator_pb2.HeldState | None, state: RunState, num_stages: int
+) -> Stage | None:
+    """The stage whose state a returning node still holds, if that is the run's: the state at the
+    run's step, or the one before with the sums that the step's record names."""
+    if held is None or held.stage >= num_stages:
+        return None
+    step, stage = state.step, Stage(held.stage)
+    if held.step == step:
+        digests = state.weights_digests.get(step)
+        return stage if digests is None or digests[stage] == held.weights_digest else None
+    record = state.records.get(step)
+    prepared = (
+        held.step == step - 1
+        and held.has_prepared
+        and record is not None
+        and record.sums_digests[stage] == held.prepared_digest
+    )
+    return stage if prepared else None
+
+
+def source(
+    *, has_donor: bool, step: int, complete_steps: Collection[int]
+) -> coordinator_pb2.StateSource.ValueType | None:
+    """Where a stage's state at `step` can be had, beside from a node that keeps it."""
+    if has_donor:
+        return coordinator_pb2.STATE_SOURCE_PEER
+    if step == 0:
+        return coordinator_pb2.STATE_SOURCE_INIT
+    if step in complete_steps:
+        return coordinator_pb2.STATE_SOURCE_SNAPSHOT
+    return None
+
+
+def rollback_target(complete_steps: Collection[int], step: int) -> int:
+    """The newest snapshot before `step`; 0 is the beginning, which needs none."""
+    return max((s for s in complete_steps if s < step), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LostStage:
+    """A stage that nobody holds at the run's step."""
+
+    stage: Stage
+    has_source: bool
+    is_kept: bool
+    """A node that holds its state is on its way."""
+    is_taken: bool
+    """A node is free to take it."""
+
+
+def lost_stages(
+    lost: Sequence[LostStage], *, step: int, lost_for_s: float
+) -> Literal["go on", "wait", "roll back"]:
+    """What to do: give the stages out as they are, wait for the old holders, or roll back."""
+    hopeless = [s for s in lost if not s.has_source and not s.is_kept]
+    if not hopeless or not step:
+        return "go on"
+    if lost_for_s < RECLAIM_S:
+        return "wait"
+    return "roll back" if any(s.is_taken for s in hopeless) else "go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What decides whether the next step can open; names are for people."""
+
+    state: RunState
+    holders: Mapping[Stage, int]
+    wanted: int
+    """Nodes to wait for before the first step."""
+    copying: Mapping[str, Stage | None]
+    """Everybody who is on the way to holding a stage."""
+    awaited: Sequence[str]
+    """Those of them that the step waits for."""
+    last_leaving: Sequence[tuple[str, Stage]]
+    """Nodes that want to leave, but are their stage's last."""
+    lost_for_s: float | None
+    """Since when a stage has been lost."""
+
+
+def obstacle(facts: Readiness) -> str:
+    """Why the next step can't open and what would end that; empty when it can open."""
+    state = facts.state
+    if state.paused is not None:
+        return f"{state.paused}; resume it with POST /api/run/resume"
+    uncovered = [stage for stage, count in facts.holders.items() if not count]
+    if uncovered:
+        return _uncovered(uncovered, facts)
+    if facts.last_leaving:
+        name, stage = facts.last_leaving[0]
+        return (
+            f"{name}, the last node of stage {stage}, leaves: another node is taking over, or the "
+            f"snapshot of step {state.step} is being stored"
+        )
+    ready = sum(facts.holders.values())
+    if state.highest_step == 0 and state.attempt == 0 and ready < facts.wanted:
+        return f"{ready} of {facts.wanted} nodes are ready for the first step"
+    if facts.awaited:
+        return f"{', '.join(facts.awaited)} is getting the state of its stage"
+    return ""
+
+
+def _uncovered(uncovered: Sequence[Stage], facts: Readiness) -> str:
+    state, which = facts.state, ", ".join(str(stage) for stage in uncovered)
+    copying = [name for name, stage in facts.copying.items() if stage in uncovered]
+    if copying:
+        return f"stage {which} needs a node: {', '.join(copying)} is getting its state"
+    if facts.lost_for_s is None or not state.step:
+        return f"stage {which} needs a node; give the join link to one more"
+    lost = f"stage {which} has no node that holds step {state.step}"
+    if facts.lost_for_s < RECLAIM_S:
+        return f"{lost}; its last holders have {RECLAIM_S:.0f} s to come back"
+    return (
+        f"{lost}; the run goes on from snapshot {state.snapshot_step} once a node is free for it: "
+        "give the join link to one more"
+    )

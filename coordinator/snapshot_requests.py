@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who was asked to store which stage's state, and when it is time to ask."""
+
+from shoal.coordinator.assignments import Desk
+from shoal.coordinator.state import SnapshotStored
+from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.proto import coordinator_pb2
+
+_KEPT = 2
+_MAX_ASKED = 8
+_DEADLINE_S = 900.0
+"""After this, another holder is asked too."""
+
+
+class SnapshotRequests:
+    def __init__(self, desk: Desk, *, every: int) -> None:
+        self._log = desk.log
+        self._members = desk.members
+        self._snapshots = desk.snapshots
+        self._every = every
+        self._asked: dict[int, dict[Stage, tuple[Incarnation, float]]] = {}
+        self.wanted = False
+        """Whether to store one at the next opportunity, due or not."""
+
+    def is_stored(self, step: int) -> bool:
+        """The state at step 0 needs no snapshot."""
+        return not step or step in self._snapshots.complete_steps()
+
+    def ask_if_due(self) -> None:
+        """Between steps."""
+        step = self._log.state.step
+        if self.is_stored(step):
+            self.wanted = False
+            return
+        if self._lost_a_request(step):
+            self.wanted = True
+        if (self.wanted or step % self._every == 0) and self.ask():
+            self.wanted = False
+
+    def ask(self) -> bool:
+        """One holder of every stage sends its state to the store; asked once each. True when
+        every stage has somebody who was asked."""
+        step, now_s = self._log.state.step, self._log.clock()
+        asked = self._asked.setdefault(step, {})
+        for stage in self._members.stages:
+            if stage in asked and not self._is_void(*asked[stage]):
+                continue
+            holders = self._members.holders(stage)
+            if holders:
+                before, _ = asked.get(stage, (None, 0.0))
+                chosen = min(
+                    holders,
+                    key=lambda s: (s.incarnation == before, s.heartbeat.queue_depth, s.peer_id),
+                )
+                asked[stage] = chosen.incarnation, now_s
+                chosen.send(snapshot=coordinator_pb2.TakeSnapshot(step=step))
+        return len(asked) == len(self._members.stages)
+
+    def unasked(self) -> list[Stage]:
+        asked = self._asked.get(self._log.state.step, {})
+        return [s for s in self._members.stages if s not in asked or self._is_void(*asked[s])]
+
+    def _is_void(self, incarnation: Incarnation, asked_s: float) -> bool:
+        late = self._log.clock() - asked_s > _DEADLINE_S
+        return late or self._members.by_incarnation(incarnation) is None
+
+    def _lost_a_request(self, step: int) -> bool:
+        """Whether a snapshot asked for earlier will never be complete; it is forgotten then."""
+        void = [
+            earlier
+            for earlier, asked in self._asked.items()
+            if earlier != step and any(self._is_void(*request) for request in asked.values())
+        ]
+        for earlier in void:
+            del self._asked[earlier]
+        return bool(void)
+
+    def expects(self, peer_id: PeerId, step: int, stage: int) -> bool:
+        """Whether this node was asked for this stage's snapshot and has not been fenced since."""
+        session = self._members.sessions.get(peer_id)
+        incarnation, _ = self._asked.get(step, {}).get(Stage(stage), (None, 0.0))
+        return (
+            session is not None and incarnation is not None and (incarnation == session.incarnation)
+        )
+
+    def stored(self, step: int) -> None:
+        """The store has every stage's state at `step`. Raises `StorageError`."""
+        self._asked.pop(step, None)
+        for oldest in sorted(self._asked)[:-_MAX_ASKED]:
+            del self._asked[oldest]
+        if step > self._log.state.snapshot_step:
+            self._log.record(SnapshotStored(time_s=self._log.clock(), step=step))
+            self._log.say("snapshot", f"snapshot of step {step} is stored")
+            self._snapshots.prune(keep=_KEPT)

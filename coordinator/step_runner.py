@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries a step from its opening to the weights that all replicas agree on, whoever is lost
+meanwhile."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+
+from shoal.coordinator import commands
+from shoal.coordinator.broken_links import BrokenLinks
+from shoal.coordinator.ledger import StepLedger
+from shoal.coordinator.ledger_facts import Dissent
+from shoal.coordinator.members import Members
+from shoal.coordinator.open_step import OpenStep, num_validation, outvoted, stalled, step_record
+from shoal.coordinator.run_log import RunLog
+from shoal.coordinator.sessions import Session
+from shoal.coordinator.state import StepApplied, StepOpened
+from shoal.protocol.errors import RunFailedError
+from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.scale import scale_exponent
+from shoal.protocol.schedule import in_flight_window
+from shoal.protocol.spec import ResolvedRun
+
+log = logging.getLogger(__name__)
+
+STALL_S = 10.0
+"""A step without progress for so long says whom it waits for."""
+
+_FP16_LOSS_SCALE = 1024.0
+_MAX_TIES = 3
+
+
+class Phase(Enum):
+    BETWEEN = "between steps"
+    STEP = "step open"
+    APPLYING = "applying"
+    ENDED = "ended"
+
+
+class StepRunner:
+    def __init__(self, run: ResolvedRun, log_: RunLog, members: Members) -> None:
+        self.phase = Phase.BETWEEN
+        self.opened: OpenStep | None = None
+        """The step that is open or being applied."""
+        self.links = BrokenLinks(patience_s=run.spec.fault.lease_s)
+        self._run = run
+        self._log = log_
+        self._members = members
+        self._progress_s = log_.clock()
+        self._ties = 0
+        self._suspect: tuple[int, PeerId] | None = None  # (attempt, who) of the first bad number
+
+    def is_open(self, step: int, attempt: int) -> bool:
+        state = self._log.state
+        return self.phase is Phase.STEP and (step, attempt) == (state.step + 1, state.attempt)
+
+    def participates(self, session: Session) -> bool:
+        return self.opened is not None and self.opened.ledger.participates(session.incarnation)
+
+    def progressed(self) -> None:
+        self._progress_s = self._log.clock()
+
+    # ---- opening -------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the next step with everybody who holds the run's state; every stage has one."""
+        spec, state, members = self._run.spec, self._log.state, self._members
+        step, attempt = state.step + 1, state.attempt + 1
+        holders = {stage: members.holders(stage) for stage in members.stages}
+        fp16 = any(
+            s.hello.hardware.compute_dtype == "fp16" for group in holders.values() for s in group
+        )
+        ledger = StepLedger(
+            {stage: {s.incarnation: s.speed for s in group} for stage, group in holders.items()},
+            num_microbatches=spec.batch.microbatches,
+            num_validation=num_validation(spec, step, has_data=bool(self._run.data.validation)),
+        )
+        self._log.record(StepOpened(time_s=self._log.clock(), step=step, attempt=attempt))
+        self.opened = OpenStep(
+            step=step,
+            attempt=attempt,
+            ledger=ledger,
+            opened_s=self._log.clock(),
+            scale_exponent=scale_exponent(spec.tokens_per_step),
+            # A power of two: undone exactly, so that fp32 nodes compute the same without it.
+            loss_scale=_FP16_LOSS_SCALE if fp16 else 1.0,
+        )
+        self.phase = Phase.STEP
+        self.links = BrokenLinks(patience_s=spec.fault.lease_s)
+        self.progressed()
+        members.send_plan()
+        for stage, group in holders.items():
+            for session in group:
+                session.last_wait = ""
+                session.send(step_open=self._step_open(session.incarnation, stage))
+        self._log.changed()
+
+    def _step_open(self, incarnation: Incarnation, stage: Stage) -> coordinator_pb2.StepOpen:
+        opened = self.opened
+        assert opened is not None
+        return coordinator_pb2.StepOpen(
+            step=opened.step,
+            attempt=opened.attempt,
+            epoch=self._members.epoch,
+            num_microbatches=opened.ledger.num_microbatches,
+            num_validation=opened.ledger.num_validation,
+            scale_exponent=opened.scale_exponent,
+            loss_scale=opened.loss_scale,
+            leases=commands.to_protos(opened.ledger.leases_of(incarnation)),
+            window=in_flight_window(stage, len(self._members.stages)),
+        )
+
+    def abandon(self, reason: str) -> None:
+        """Give the open step up; it is opened again from nothing."""
+        self.opened = None
+        self.phase = Phase.BETWEEN
+        self._log.say("redone", f"step {self._log.state.step + 1} starts over: {reason}")
+
+    # ---- losses --------------------------------------------------------------------------
+
+    def fence(self, sessions: Sequence[Session], reason: str, *, still_hold: bool = False) -> str:
+        """Take incarnations out of the run; their work moves at once. Returns what moved where,
+        for people. Raises `StorageError`."""
+        lost = self._members.fence(sessions, reason, still_hold=still_hold)
+        self.links.forget(lost)
+        opened = self.opened
+        if opened is None or not lost:
+            return ""
+        told = opened.ledger.fence(lost) if self.phase is Phase.STEP else {}
+        self._members.send_plan()
+        if self.phase is not Phase.STEP or opened.ledger.empty_stages():
+            return ""  # being applied, or about to be abandoned
+        self.progressed()
+        for incarnation, leases in told.items():
+            holder = self._members.by_incarnation(incarnation)
+            if holder is not None:
+                update = commands.lease_update(opened.step, opened.attempt, leases)
+                holder.send(leases=update)
+        taken: Counter[str] = Counter()
+        for who in opened.ledger.moved_last.values():
+            holder = self._members.by_incarnation(who)
+            if holder is not None:
+                taken[holder.name] += 1
+        if not taken:
+            return ""
+        return "; " + ", ".join(
+            f"{count} microbatch{'es' * (count > 1)} rerouted to {name}"
+            for name, count in taken.items()
+        )
+
+    def take_out(
+        self, session: Session, reason: str, *, kind: str = "fenced", still_holds: bool = False
+    ) -> None:
+        """Fence a node whose session lives. It may take a stage again."""
+        moved = self.fence([session], reason, still_hold=still_holds)
+        self._log.say(kind, f"{session.name} was taken out: {reason}{moved}")
+        session.send(dismiss=coordinator_pb2.Dismiss(reason=reason, come_back=True))
+
+    def end(self, session: Session, reason: str) -> None:
+        """The session is over."""
+        stage = session.stage
+        self._members.remove(session)
+        moved = self.fence([session], reason)
+        where = f" stage {stage}" if stage is not None else ""
+        self._log.say("left", f"{session.name} left{where}: {reason}{moved}")
+
+    def let_go(self, session: Session, reason: str) -> None:
+        """Send a node away for good."""
+        session.dismissed = True
+        session.send(dismiss=coordinator_pb2.Dismiss(reason=reason, come_back=False))
+        self.end(session, reason)
+
+    def bad_numbers(self, session: Session, what: str) -> None:
+        """A node's gradients are not finite or overflow. A replica, or else the node itself,
+        computes them once more; what is confirmed belongs to the run, and pauses it."""
+        attempt, peer_id = self._log.state.attempt, session.peer_id
+        self._log.say("numbers", f"{session.name}: {what}")
+        if self.phase is not Phase.STEP or not self.participates(session):
+            return
+        if self._suspect is not None and self._suspect != (attempt, peer_id):
+            self._diverged(what)
+            return
+        self._suspect = (attempt, peer_id)
+        assert session.stage is not None
+        if len(self._members.holders(session.stage)) > 1:
+            self._members.mark(peer_id)
+            self.take_out(session, what, still_holds=True)
+        else:
+            self.abandon(what)
+
+    def _diverged(self, what: str) -> None:
+        self._suspect = None
+        step = self._log.state.step + 1
+        self._log.pause(f"the run diverged in step {step}: {what}")
+        self.abandon("the run diverged")
+
+    # ---- progress ------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Whatever has become possible. Raises `StorageError`, or `RunFailedError` when a
+        recomputed step differs from its record."""
+        if self.phase is Phase.STEP:
+            self._advance_step()
+        elif self.phase is Phase.APPLYING:
+            self._advance_applying()
+
+    def _advance_step(self) -> None:
+        opened = self.opened
+        assert opened is not None
+        ledger = opened.ledger
+        empty = ledger.empty_stages()
+        if empty:
+            self.abandon(f"stage {empty[0]} lost its last node")
+            return
+        for dissent in ledger.dissents():
+            self._settle(dissent)
+            if self.opened is None:
+                return
+        for stage in ledger.stages_to_reduce():
+            command = commands.reduce(opened.step, opened.attempt, ledger.start_round(stage))
+            for part in command.parts:
+                session = self._members.by_incarnation(part.incarnation)
+                if session is not None:
+                    session.send(reduce=command)
+        if ledger.committable():
+            self._commit(opened)
+        else:
+            self._wait(stalled(opened, self._names()))
+
+    def _settle(self, dissent: Dissent) -> None:
+        """Replicas hold different sums: the majority stands; without one the step is redone."""
+        step = self._log.state.step + 1
+        reason = f"replicas of stage {dissent.stage} hold different sums of step {step}"
+        for incarnation in dissent.outvoted:
+            session = self._members.by_incarnation(incarnation)
+            if session is not None:
+                self._members.mark(session.peer_id)
+                self.take_out(session, reason)
+        if not dissent.outvoted:
+            self._ties += 1
+            if self._ties >= _MAX_TIES:
+                self._ties = 0
+                self._log.pause(f"{reason}, {_MAX_TIES} times over; take one of them out")
+            self.abandon(reason)
+
+    def _commit(self, opened: OpenStep) -> None:
+        record = step_record(self._run.spec, opened, now_s=self._log.clock())
+        if not math.isfinite(record.grad_norm) or not math.isfinite(record.loss):
+            self._diverged(f"loss {record.loss}, gradient norm {record.grad_norm}")
+            return
+        known = self._log.state.records.get(opened.step)
+        if known is not None and known.sums_digests != record.sums_digests:
+            raise RunFailedError(
+                f"step {opened.step} was recomputed with other sums than recorded: "
+                f"{record.sums_digests} instead of {known.sums_digests}; a node computes other "
+                "bits than before (docs/assumptions.md)"
+            )
+        self._log.record(record)
+        self.phase = Phase.APPLYING
+        self._suspect, self._ties = None, 0
+        self.progressed()
+        for session in self._members.sessions.values():
+            if session.stage is not None and self.participates(session):
+                session.send(commit=commands.commit(record, session.stage))
+        self._log.changed()
+
+    def _advance_applying(self) -> None:
+        late = [
+            s.name
+            for s in self._members.sessions.values()
+            if self.participates(s) and s.step < self._log.state.step
+        ]
+        if late:
+            self._wait(f"{', '.join(late)} has yet to apply step {self._log.state.step}")
+            return
+        self.phase, self.opened = Phase.BETWEEN, None
+
+    def agree(self) -> None:
+        """Between steps: replicas must hold the same weights. The majority stands, a tie loses
+        all; then the digests are recorded. Raises as `advance` does."""
+        step = self._log.state.step
+        expected = self._log.state.weights_digests.get(step)
+        agreed: list[int | None] = []
+        for stage in self._members.stages:
+            digests = {s.incarnation: s.weights_digest for s in self._members.holders(stage)}
+            winner, wrong = outvoted(digests)
+            if expected is not None:
+                if winner is not None and expected[stage] not in digests.values():
+                    raise RunFailedError(
+                        f"step {step} was recomputed with other weights of stage {stage} than "
+                        f"recorded: {winner:#x} instead of {expected[stage]:#x}; a node computes "
+                        "other bits than before (docs/assumptions.md)"
+                    )
+                wrong = [who for who, digest in digests.items() if digest != expected[stage]]
+            for incarnation in wrong:
+                session = self._members.by_incarnation(incarnation)
+                assert session is not None, "it is a holder"
+                self._members.mark(session.peer_id)
+                self.take_out(
+                    session, f"its weights after step {step} differ from the other replicas'"
+                )
+            agreed.append(winner)
+        digests_of_all = tuple(digest for digest in agreed if digest is not None)
+        if expected is None and len(digests_of_all) == len(agreed):
+            self._log.record(
+                StepApplied(time_s=self._log.clock(), step=step, weights_digests=digests_of_all)
+            )
+
+    def _wait(self, reason: str) -> None:
+        """Work is under way: only when it takes long is there something to say."""
+        stalls = self._log.clock() - self._progress_s > STALL_S
+        self._log.wait(reason if stalls else "")
+
+    def _names(self) -> dict[Incarnation, str]:
+        return {s.incarnation: s.name for s in self._members.sessions.values() if s.incarnation}

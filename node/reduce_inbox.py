@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices from the other replicas of a stage, held against the manifest of the round.
+
+A slice may arrive before the coordinator's command that opens its round here. It then waits in
+its stream, unacknowledged: so a sender holds at most one slice of memory per stream, whatever
+rounds it names, and never takes room from another one's.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.protocol.errors import (
+    MalformedFrameError,
+    ReduceMismatchError,
+    WrongLeaseError,
+    WrongRunError,
+    WrongShapeError,
+    WrongStepError,
+)
+from shoal.protocol.ids import Incarnation
+from shoal.protocol.proto import types_pb2
+from shoal.protocol.wire import Payload, ReceivedTensor
+
+Order = tuple[int, int, int]
+"""(step, attempt, round): which of two rounds is the later one."""
+
+SliceKey = tuple[int, int, Incarnation]
+"""(direction, slice, sender)."""
+
+_DIRECTIONS = (types_pb2.DIRECTION_REDUCE_PARTIAL, types_pb2.DIRECTION_REDUCE_TOTAL)
+
+
+@dataclass(slots=True)
+class _Round:
+    expected: Mapping[SliceKey, int]
+    arrived: dict[SliceKey, Payload] = field(default_factory=dict)
+    seen: set[SliceKey] = field(default_factory=set)
+    over: bool = False
+
+
+class ReduceInbox:
+    """Slices for one assignment: a stage whose flat sums have `numel` elements."""
+
+    def __init__(self, run_id: str, stage: int, numel: int, committed_step: int) -> None:
+        self._run_id = run_id
+        self._stage = stage
+        self._numel = numel
+        self._committed_step = committed_step
+        self._order: Order = (committed_step + 1, 0, 0)  # rounds count from 1
+        self._round = _Round({}, over=True)
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def admit(self, header: types_pb2.TensorHeader, sender: types_pb2.Member) -> int:
+        """The payload length that the plan allows; raises a `ProtocolError` for anything else.
+
+        Exact when the slice's round is open here; before that, at most the whole of the sums
+        (`take` looks again).
+        """
+        key = header.key
+        if key.run_id != self._run_id:
+            raise WrongRunError(f"slice of run {key.run_id[:64]!r}; this is {self._run_id!r}")
+        if key.direction not in _DIRECTIONS:
+            raise MalformedFrameError(f"direction {key.direction} is not a reduction's")
+        if sender.stage != self._stage or key.stage != self._stage:
+            raise WrongLeaseError(
+                f"slice of stage {key.stage} from stage {sender.stage}; this is stage {self._stage}"
+            )
+        if key.step > self._committed_step + 2:  # peers may have applied a commit before us
+            raise WrongStepError(
+                f"slice of step {key.step}; this node is at step {self._committed_step}"
+            )
+        length = header.shape[0] if len(header.shape) == 1 else -1
+        if header.dtype != types_pb2.DTYPE_INT64 or not 0 <= length <= self._numel:
+            raise WrongShapeError(
+                f"slice of shape {list(header.shape)[:8]} and dtype {header.dtype}; the plan's is "
+                f"int64 with at most {self._numel} elements"
+            )
+        if _order_of(key) <= self._order:
+            self._check(key, 8 * length)
+        return 8 * length
+
+    async def take(self, received: ReceivedTensor) -> bool:
+        """Store a slice, once its round is open; False for a duplicate.
+
+        Raises `WrongStepError` when another round was opened instead.
+        """
+        key = received.header.key
+        while _order_of(key) > self._order:
+            if self._closed:
+                raise WrongLeaseError("this node gave up its stage")
+            await self._changed.wait()
+        slice_key = self._check(key, len(received.payload))
+        if slice_key in self._round.seen:
+            return False
+        if self._round.over:
+            raise WrongStepError(f"round {self._order} was cancelled")
+        self._round.seen.add(slice_key)
+        self._round.arrived[slice_key] = received.payload
+        self._notify()
+        return True
+
+    def _check(self, key: types_pb2.TensorKey, num_bytes: int) -> SliceKey:
+        """Holds a slice of an opened round against its manifest."""
+        sender = Incarnation(key.incarnation)
+        slice_key = (int(key.direction), key.microbatch, sender)
+        if _order_of(key) < self._order:
+            raise WrongStepError(
+                f"slice of step {key.step}, attempt {key.attempt}, round {key.round}; "
+                f"this node is at {self._order}"
+            )
+        numel = self._round.expected.get(slice_key)
+        if numel is None:
+            if self._round.over:
+                raise WrongStepError(f"round {self._order} is over")
+            raise ReduceMismatchError(
+                f"slice {key.microbatch}, direction {key.direction}, of incarnation {sender} "
+                "is not in the manifest"
+            )
+        if num_bytes != 8 * numel:
+            raise WrongShapeError(
+                f"slice of {num_bytes} bytes from incarnation {sender}; its part is {8 * numel}"
+            )
+        return slice_key
+
+    # ---- the node's own progress ---------------------------------------------------------
+
+    def open_round(self, order: Order, expected: Mapping[SliceKey, int]) -> None:
+        """Take the slices in `expected` (key to number of elements); earlier rounds are over."""
+        self._order, self._round = order, _Round(expected)
+        self._notify()
+
+    async def get(self, key: SliceKey) -> Payload:
+        """A slice of the open round, once it is here. Its memory is the caller's."""
+        opened = self._round
+        while key not in opened.arrived:
+            await self._changed.wait()
+        return opened.arrived.pop(key)
+
+    def end_round(self, order: Order) -> None:
+        """The round's result is in, or it was cancelled: keep none of its slices."""
+        if order == self._order:
+            self._round.over = True
+            self._round.arrived.clear()
+
+    def close_step(self, committed_step: int) -> None:
+        self._committed_step = committed_step
+        self._order, self._round = (committed_step + 1, 0, 0), _Round({}, over=True)
+        self._notify()
+
+    def close(self) -> None:
+        """The assignment is over: whatever waits for a round is refused."""
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _order_of(key: types_pb2.TensorKey) -> Order:
+    return key.step, key.attempt, key.round

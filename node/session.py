@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's session with the coordinator: attached, and attached again whenever it breaks.
+
+The coordinator may restart, move to another address, or be out of reach for hours; the stage's
+state stays in memory meanwhile and is offered at the next Hello.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+import psutil
+
+from shoal.node.admission import Membership
+from shoal.node.finder import Finder
+from shoal.node.hardware import Device
+from shoal.node.stage_holder import Report, StageHolder
+from shoal.node.swarm_view import SwarmView
+from shoal.protocol.errors import AdmissionError, ShoalError, UnreachableError, VersionError
+from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc
+from shoal.protocol.rpc import backoff, error_from_rpc
+from shoal.version import PROTOCOL_VERSION, __version__
+
+if TYPE_CHECKING:
+    from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
+
+log = logging.getLogger(__name__)
+
+RETRY_LIMIT_S = 3.0
+
+Commands = AsyncIterable[coordinator_pb2.Command]
+
+
+class _Dismissed(Exception):
+    """The node is let go; `args[0]` says why."""
+
+
+class NodeSession:
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        device: Device,
+        address: str,
+        swarm: SwarmView,
+        finder: Finder,
+        bytes_received: Callable[[], int],
+        rejoin: Callable[[], Awaitable[None]],
+        report: Report,
+        grace_s: float,
+    ) -> None:
+        """`address` is where other nodes reach this one; `rejoin` gets a new certificate through
+        the join link, when the old one has expired before it could be renewed."""
+        self._membership = membership
+        self._device = device
+        self._address = address
+        self._swarm = swarm
+        self._finder = finder
+        self._bytes_received = bytes_received
+        self._rejoin = rejoin
+        self._report = report
+        self._grace_s = grace_s
+        self._outbox: asyncio.Queue[coordinator_pb2.NodeEvent] = asyncio.Queue()
+        self._stub: CoordinatorAsyncStub | None = None
+        self._answered = False
+        self._leaving = asyncio.Event()
+        self.waiting_for = ""
+        """What the coordinator says this node waits for."""
+
+    @property
+    def stub(self) -> "CoordinatorAsyncStub":
+        if self._stub is None:
+            raise UnreachableError("the coordinator is away; this node attaches again by itself")
+        return self._stub
+
+    def send(self, event: coordinator_pb2.NodeEvent) -> None:
+        self._outbox.put_nowait(event)
+
+    def leave(self) -> None:
+        """Finish what is held, hand it over, and end; at once when the coordinator is away."""
+        self._leaving.set()
+
+    async def keep(self, holder: StageHolder) -> str:
+        """Stay attached until the coordinator or the owner ends it; returns why it ended.
+
+        Raises `VersionError` when the coordinator speaks another protocol, `AdmissionError` when
+        it admits this node no more.
+        """
+        addresses = [self._membership.session_address]
+        lookup: asyncio.Task[list[str]] | None = None
+        failures, rng = 0, random.Random()
+        try:
+            while True:
+                reason = await self._attend_once(addresses[failures % len(addresses)], holder)
+                failures = 1 if self._answered else failures + 1
+                if self._leaving.is_set():
+                    return "left while the coordinator was away; it fences this node by itself"
+                self.waiting_for = "the coordinator"
+                if failures == 1:
+                    self._report(f"waiting for the coordinator: {reason}; trying again")
+                else:
+                    log.info("still waiting for the coordinator: %s", reason)
+                try:
+                    async with asyncio.timeout(backoff(failures, rng, limit_s=RETRY_LIMIT_S)):
+                        await self._leaving.wait()
+                    continue
+                except TimeoutError:
+                    pass
+                # Beside the retries, not between them: a table without live peers answers slowly.
+                if lookup is not None and lookup.done():
+                    addresses = list(dict.fromkeys([*lookup.result(), *addresses]))[:4]
+                    lookup = None
+                lookup = lookup or asyncio.create_task(self._finder.session_addresses())
+        except _Dismissed as dismissed:
+            return str(dismissed)
+        finally:
+            if lookup is not None:
+                lookup.cancel()
+                await asyncio.gather(lookup, return_exceptions=True)
+
+    async def _attend_once(self, address: str, holder: StageHolder) -> str:
+        """One session; returns why it broke."""
+        self._answered = False
+        try:
+            if time.time() >= self._membership.certificate_expires_s:
+                await self._rejoin()
+            await self._attend(address, holder)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+            if isinstance(error, VersionError):
+                raise error from None
+            return str(error)
+        except (VersionError, AdmissionError):
+            raise
+        except ShoalError as error:
+            return str(error)
+        return "the coordinator ended the session"
+
+    async def _attend(self, address: str, holder: StageHolder) -> None:
+        """One session, from Hello to its end."""
+        membership = self._membership
+        self._swarm.epoch = 0
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        async with membership.credentials.channel(address, membership.coordinator) as channel:
+            self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+            call = self._stub.Session(self._events(self._hello(holder)))
+            parts = [
+                asyncio.create_task(self._obey_all(call, holder)),
+                asyncio.create_task(self._heartbeat(holder)),
+                asyncio.create_task(self._say_farewell()),
+            ]
+            try:
+                done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+                for task in (part for part in parts if part in done):
+                    task.result()
+            finally:
+                self._stub = None
+                for task in parts:
+                    task.cancel()
+                await asyncio.gather(*parts, return_exceptions=True)
+                call.cancel()
+                await holder.detach()  # a session's end is its incarnation's end
+
+    def _hello(self, holder: StageHolder) -> coordinator_pb2.NodeEvent:
+        hello = coordinator_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            release=__version__,
+            address=self._address,
+            hardware=self._device.to_proto(),
+            pid=os.getpid(),
+            discovery_addresses=self._finder.addresses(),
+        )
+        held = holder.held()
+        if held is not None:
+            hello.held.CopyFrom(held)
+        return coordinator_pb2.NodeEvent(hello=hello)
+
+    async def _events(
+        self, hello: coordinator_pb2.NodeEvent
+    ) -> AsyncIterator[coordinator_pb2.NodeEvent]:
+        yield hello
+        while True:
+            yield await self._outbox.get()
+
+    async def _heartbeat(self, holder: StageHolder) -> None:
+        interval = self._membership.run.spec.fault.heartbeat_s
+        process = psutil.Process()
+        while True:
+            await asyncio.sleep(interval)
+            member = holder.member
+            heartbeat = coordinator_pb2.Heartbeat(
+                queue_depth=member.queue_depth() if member else 0,
+                microbatches_per_s=holder.microbatches_per_s,
+                memory_bytes=int(process.memory_info().rss),
+                bytes_sent=member.links.bytes_sent if member else 0,
+                bytes_received=self._bytes_received(),
+                waiting_for=member.waiting_for() if member else "an assignment",
+                discovered_peers=self._finder.num_discovered,
+            )
+            self.send(coordinator_pb2.NodeEvent(heartbeat=heartbeat))
+
+    async def _say_farewell(self) -> None:
+        await self._leaving.wait()
+        farewell = coordinator_pb2.Farewell(reason="its owner stopped it")
+        self.send(coordinator_pb2.NodeEvent(farewell=farewell))
+        await asyncio.sleep(self._grace_s)
+        raise _Dismissed(f"nobody took over within {self._grace_s:g} s; left without handing over")
+
+    # ---- commands ------------------------------------------------------------------------
+
+    async def _obey_all(self, call: Commands, holder: StageHolder) -> None:
+        async for command in call:
+            self._answered = True
+            await self._obey(command, holder)
+
+    async def _obey(self, command: coordinator_pb2.Command, holder: StageHolder) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "plan":
+            gone = await self._swarm.update(command.plan)
+            if holder.member is not None:
+                await holder.member.members_gone(gone)
+        elif kind == "assign":
+            await holder.take(command.assign)
+        elif kind == "dismiss":
+            if not command.dismiss.come_back:
+                raise _Dismissed(command.dismiss.reason)
+            self._report(f"taken out of the swarm: {command.dismiss.reason}; joining again")
+            await holder.detach()
+        elif kind == "wait":
+            self.waiting_for = command.wait.reason
+            self._report(command.wait.reason)
+        elif kind is not None:
+            if kind == "step_open":
+                self.waiting_for = ""
+            await holder.obey(command, kind)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage that this node holds: takes assignments, and keeps the state across sessions.
+
+An incarnation (`StageMember`) ends with its session or its fencing; the state (`StageWorker`)
+stays, is offered in the next Hello, and is dropped only for another assignment.
+"""
+
+import asyncio
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.compression.registry import parse_boundary
+from shoal.node.admission import Membership
+from shoal.node.data import ShardCache, TokenSource
+from shoal.node.hardware import Device
+from shoal.node.inbox import BoundaryInbox
+from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.stage_member import Prepared, StageMember
+from shoal.node.stage_worker import StageWorker
+from shoal.node.state_transfer import StateTransfer
+from shoal.node.swarm_view import SwarmView
+from shoal.protocol.errors import ShoalError, WrongLeaseError
+from shoal.protocol.ids import Incarnation
+from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.task_scope import TaskScope
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+"""Tells the owner, in one line, what the node does."""
+
+_OWN_FAILURES = (ShoalError, MemoryError, RuntimeError, OSError)
+"""What a stage may fail with (PyTorch's out-of-memory errors among them): the coordinator hears
+of it, the node goes on. Anything else is a bug and ends the node."""
+
+
+class StageHolder:
+    def __init__(
+        self,
+        membership: Membership,
+        device: Device,
+        *,
+        folder: Path,
+        scratch: Path,
+        transfer: StateTransfer,
+        swarm: SwarmView,
+        tasks: TaskScope,
+        send: Callable[[coordinator_pb2.NodeEvent], None],
+        report: Report,
+    ) -> None:
+        run = membership.run
+        self._run = run
+        self._credentials = membership.credentials
+        self._device = device
+        self._boundary = parse_boundary(run.spec.pipeline.boundary)
+        self._shards = ShardCache(folder / "shards", transfer.fetch_shard)
+        self._tokens = TokenSource(run, self._shards)
+        self._scratch = scratch
+        self._transfer = transfer
+        self._swarm = swarm
+        self._tasks = tasks
+        self._send_event = send
+        self._report = report
+        self.on_stage: Callable[[], None] = lambda: None
+        """Called when the stage has changed."""
+        self.member: StageMember | None = None
+        self._worker: StageWorker | None = None
+        self._weights_digest = 0
+        self._held_sums: Prepared | None = None  # of a session that broke before their commit
+        self._taking: asyncio.Task[None] | None = None
+        self._busy_s: deque[float] = deque(maxlen=16)
+
+    # ---- what the peer service asks ------------------------------------------------------
+
+    @property
+    def boundary_inbox(self) -> BoundaryInbox | None:
+        return self.member.boundary_inbox if self.member else None
+
+    @property
+    def reduce_inbox(self) -> ReduceInbox | None:
+        return self.member.reduce_inbox if self.member else None
+
+    @property
+    def committed_step(self) -> int:
+        return self._worker.runtime.step if self._worker else 0
+
+    async def state_at(self, stage: int, step: int) -> Path:
+        member = self.member
+        if member is None or member.worker.spec.stage != stage:
+            raise WrongLeaseError(f"this node doesn't hold stage {stage}")
+        return await member.state_file(self._scratch, step)
+
+    # ---- what the session and the display ask --------------------------------------------
+
+    @property
+    def stage(self) -> int | None:
+        return self.member.worker.spec.stage if self.member else None
+
+    @property
+    def microbatches_per_s(self) -> float:
+        """Per second of busy time, a moving median; 0 while unknown."""
+        return 1.0 / max(statistics.median(self._busy_s), 1e-6) if self._busy_s else 0.0
+
+    def held(self) -> coordinator_pb2.HeldState | None:
+        """The state that an earlier session left here."""
+        if self._worker is None:
+            return None
+        held = coordinator_pb2.HeldState(
+            stage=self._worker.spec.stage,
+            step=self._worker.runtime.step,
+            weights_digest=self._weights_digest,
+        )
+        if self._held_sums is not None:
+            held.has_prepared = True
+            held.prepared_digest = self._held_sums.digest
+        return held
+
+    # ---- commands ------------------------------------------------------------------------
+
+    async def take(self, assign: coordinator_pb2.Assign) -> None:
+        """Begin to take a stage; a long copy must not hold up the commands that come meanwhile."""
+        await self._stop_taking()
+        self._taking = self._tasks.spawn(self._take(assign))
+
+    async def obey(self, command: coordinator_pb2.Command, kind: str) -> None:
+        """A command for the stage; without one it is stale and ignored."""
+        member = self.member
+        if member is None:
+            return
+        try:
+            if kind == "step_open":
+                await member.open_step(command.step_open)
+            elif kind == "leases":
+                await member.update_leases(command.leases)
+            elif kind == "reduce":
+                await member.reduce(command.reduce)
+            elif kind == "commit":
+                await member.commit(command.commit)
+            elif kind == "snapshot":
+                self._tasks.spawn(self._snapshot(member, command.snapshot.step))
+                # Lets it queue the copy, before a command that changes the state is read.
+                await asyncio.sleep(0)
+        except _OWN_FAILURES as error:
+            self.trouble(member.incarnation, error)
+
+    async def detach(self) -> None:
+        """The incarnation is over; the state stays."""
+        await self._stop_taking()
+        member, self.member = self.member, None
+        if member is not None:
+            self._held_sums = member.prepared
+            await member.close()
+            self.on_stage()
+
+    async def close(self) -> None:
+        await self.detach()
+        self._drop_state()
+        await self._shards.aclose()
+
+    def trouble(self, incarnation: int, error: Exception) -> None:
+        log.warning("%s: %s", type(error).__name__, error)
+        self._send_event(
+            coordinator_pb2.NodeEvent(
+                trouble=coordinator_pb2.Trouble(
+                    kind=coordinator_pb2.TROUBLE_KIND_OWN_FAILURE,
+                    incarnation=incarnation,
+                    error=type(error).__name__,
+                    detail=str(error)[:500],
+                )
+            )
+        )
+
+    # ---- taking a stage ------------------------------------------------------------------
+
+    async def _take(self, assign: coordinator_pb2.Assign) -> None:
+        try:
+            await self._load(assign)
+        except _OWN_FAILURES as error:
+            self.trouble(assign.incarnation, error)
+
+    async def _load(self, assign: coordinator_pb2.Assign) -> None:
+        member, self.member = self.member, None
+        if member is not None:
+            await member.close()
+        worker = self._worker
+        if assign.source == coordinator_pb2.STATE_SOURCE_KEEP:
+            if worker is None or worker.spec.stage != assign.stage:
+                raise WrongLeaseError(f"stage {assign.stage} is to be kept, but isn't held")
+        else:
+            self._drop_state()  # first: there may not be memory for two
+            worker = await self._fresh_worker(assign)
+        digest = await worker.weights_digest()
+        self._worker, self._weights_digest = worker, digest
+        step = worker.runtime.step
+        member = StageMember(
+            worker,
+            incarnation=Incarnation(assign.incarnation),
+            boundary=self._boundary,
+            swarm=self._swarm,
+            credentials=self._credentials,
+            device=self._device.torch_device,
+            send=self._send,
+        )
+        held_sums, self._held_sums = self._held_sums, None
+        if held_sums is not None and held_sums.step == step + 1:
+            member.prepared = held_sums
+        self.member = member
+        self._busy_s.clear()
+        self._report(f"holding stage {assign.stage} at step {step}")
+        ready = coordinator_pb2.Ready(
+            incarnation=assign.incarnation, step=step, weights_digest=digest
+        )
+        self._send_event(coordinator_pb2.NodeEvent(ready=ready))
+        self.on_stage()
+
+    async def _fresh_worker(self, assign: coordinator_pb2.Assign) -> StageWorker:
+        """A worker with the assigned state. Half-loaded ones are never kept, nor offered."""
+        worker = StageWorker(
+            self._run,
+            assign.stage,
+            boundary=self._boundary,
+            device=self._device,
+            tokens=self._tokens,
+        )
+        try:
+            await worker.create()
+            if assign.source == coordinator_pb2.STATE_SOURCE_INIT:
+                await worker.initialise()
+                return worker
+            if assign.source == coordinator_pb2.STATE_SOURCE_PEER:
+                self._report(f"copying stage {assign.stage} from {assign.donor.name}")
+            else:
+                self._report(f"fetching the snapshot of stage {assign.stage} at step {assign.step}")
+            path = await self._transfer.fetch_state(assign)
+            try:
+                await worker.load(path, assign.step)
+            finally:
+                path.unlink(missing_ok=True)
+        except BaseException:
+            worker.close()
+            raise
+        return worker
+
+    def _drop_state(self) -> None:
+        self._held_sums = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    async def _stop_taking(self) -> None:
+        task, self._taking = self._taking, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _send(self, event: coordinator_pb2.NodeEvent) -> None:
+        if event.HasField("applied"):
+            self._weights_digest = event.applied.weights_digest
+        elif event.HasField("receipt"):
+            self._busy_s.append(event.receipt.busy_s)
+        self._send_event(event)
+
+    # ---- snapshots -----------------------------------------------------------------------
+
+    async def _snapshot(self, member: StageMember, step: int) -> None:
+        """Copy the state now; write and send it while training goes on."""
+        try:
+            path = await member.state_file(self._scratch, step)
+            try:
+                await self._transfer.store_snapshot(path, stage=member.worker.spec.stage, step=step)
+            finally:
+                path.unlink(missing_ok=True)
+        except _OWN_FAILURES as error:
+            self.trouble(member.incarnation, error)

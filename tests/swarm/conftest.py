@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One long-lived swarm for the cases that leave it as they found it."""
+
+from collections.abc import AsyncIterator, Generator
+
+import pytest
+import pytest_asyncio
+
+from .harness import ENDLESS, Swarm, spec
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    """Nodes "n0" to "n3" on two stages, training without end. Exact to its last step, or the
+    session fails."""
+    async with Swarm(tmp_path_factory.mktemp("shared"), spec(name="shared", steps=ENDLESS)) as swarm:
+        await swarm.start("n0", "n1", "n2", "n3")
+        yield swarm
+        await swarm.stop_and_check()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Failures of a case on the shared swarm show the swarm's logs."""
+    report = yield
+    swarm = getattr(item, "funcargs", {}).get("shared")
+    if report.failed and isinstance(swarm, Swarm):
+        report.sections.append(("logs of the shared swarm", swarm.logs()))
+    return report

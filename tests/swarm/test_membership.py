@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes come and go, and everybody who counts them counts the same."""
+
+import asyncio
+import re
+import signal
+import sys
+
+import httpx
+import pytest
+
+from shoal.coordinator.dashboard.views import GONE, RunView
+from shoal.coordinator.state import StepCommitted
+
+from .harness import Process, Swarm
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+REJOINS = 5
+
+
+async def status(swarm: Swarm) -> RunView:
+    """`shoal status --json`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "shoal.cli", "status", swarm.live.dashboard, "--json",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return RunView.model_validate_json(output)
+
+
+async def metrics_count(swarm: Swarm) -> int:
+    """Live nodes, as Prometheus sees them."""
+    async with httpx.AsyncClient(base_url=swarm.live.dashboard, timeout=10) as client:
+        text = (await client.get("/metrics")).text
+    counts = re.findall(r'^shoal_nodes\{.*state="(\w+)".*\} (\S+)$', text, re.MULTILINE)
+    return sum(int(float(count)) for state, count in counts if state not in GONE)
+
+
+async def first_update(swarm: Swarm) -> RunView:
+    """What the page gets to draw: the first event of its stream."""
+    async with httpx.AsyncClient(base_url=swarm.live.dashboard, timeout=10) as client:
+        async with client.stream("GET", "/api/events") as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("data:"):
+                    return RunView.model_validate_json(line.removeprefix("data:"))
+    raise AssertionError("the event stream ended without an event")
+
+
+async def check_all_count(swarm: Swarm, expected: set[str]) -> None:
+    """API, command line, page and metrics agree on who is there."""
+    await swarm.see(lambda v: {n.peer_id for n in v.live_nodes} == expected, "the right nodes")
+    for view in (await swarm.view(), await status(swarm), await first_update(swarm)):
+        assert {n.peer_id for n in view.live_nodes} == expected
+        assert len(view.nodes) == len({n.peer_id for n in view.nodes}), "a node is listed twice"
+        placed = [n.peer_id for stage in view.stages for n in stage.nodes]
+        assert len(placed) == len(set(placed))
+        assert set(placed) <= expected
+    assert await metrics_count(swarm) == len(expected)
+
+
+def peers(processes: list[Process]) -> set[str]:
+    return {process.peer_id for process in processes}
+
+
+async def test_everybody_counts_the_same_nodes_through_join_leave_and_quick_rejoins(
+    shared: Swarm,
+) -> None:
+    regulars = peers(shared.nodes)
+    await check_all_count(shared, regulars)
+
+    guest = shared.start_node("guest")
+    await shared.placed(guest)
+    await check_all_count(shared, regulars | {guest.peer_id})
+
+    guest.signal(signal.SIGINT)
+    assert await shared.ended(guest) == 0
+    view = await shared.see(
+        lambda v: any(n.peer_id == guest.peer_id and n.state == "left" for n in v.nodes),
+        "the guest has left politely",
+    )
+    assert not any(
+        "starts over" in e.text for e in view.events
+    ), "a drained node's work was done again"
+    await check_all_count(shared, regulars)
+
+    for _ in range(REJOINS):
+        guest = shared.start_node("guest")
+        await shared.see(
+            lambda v: any(n.pid == guest.pid and not n.is_gone for n in v.nodes),
+            "the guest is back",
+        )
+        shared.kill(guest)
+    guest = shared.start_node("guest")
+    await shared.placed(guest)
+    await check_all_count(shared, regulars | {guest.peer_id})
+    guest.signal(signal.SIGINT)
+    assert await shared.ended(guest) == 0
+    await check_all_count(shared, regulars)
+
+    now = shared.events(StepCommitted)[-1].step
+    await shared.committed(now + 3)
+    shared.check_exact(finished=False)

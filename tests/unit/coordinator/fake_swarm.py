@@ -1,0 +1,663 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A swarm in one thread: a real conductor, nodes that answer by protos, no network and no torch.
+
+A gradient is an integer made from (step, microbatch, stage, weights, what the neighbours sent), a
+stage's sum is their sum, and weights follow from sums: whatever is counted twice or not at all
+changes every later digest. Boundary tensors and sums travel as messages that are lost with their
+sender, so that a step can hang as a real one would. Nothing happens by itself: `actions` lists
+what can happen next, and the test (or `settle`, in a fixed order) chooses.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.coordinator.conductor import Conductor
+from shoal.coordinator.sessions import Session
+from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.store import InMemoryEventStore, StoredEvent
+from shoal.node.step_work import LeaseFacts, Push, StepWork
+from shoal.protocol.errors import StorageError, WrongLeaseError
+from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, RunId
+from shoal.protocol.proto import coordinator_pb2 as pb
+from shoal.protocol.spec import (
+    BatchSpec,
+    DataManifest,
+    FaultSpec,
+    ModelSpec,
+    PipelineSpec,
+    ResolvedRun,
+    RunSpec,
+    ShardRef,
+    ValidationSpec,
+)
+from shoal.version import PROTOCOL_VERSION
+
+TICK_S = 0.2
+MASK = (1 << 62) - 1
+
+
+def mix(*parts: int) -> int:
+    """A 62-bit number that depends on every part."""
+    return hash(parts) & MASK
+
+
+def make_run(
+    *, stages: int = 2, steps: int = 4, microbatches: int = 4, snapshot_every: int = 2,
+    validation_every: int = 3, min_nodes: int = 0, replicas: int = 2,
+) -> ResolvedRun:  # fmt: skip
+    shard = ShardRef(sha256="0" * 64, num_tokens=1000)
+    return ResolvedRun(
+        run_id=RunId("run-00000000"),
+        spec=RunSpec(
+            steps=steps,
+            model=ModelSpec(
+                dim=16, num_layers=stages, num_heads=4, num_kv_heads=2, ffn_dim=24, seq_len=8,
+                vocab_size=40,
+            ),
+            batch=BatchSpec(microbatches=microbatches, microbatch_size=1),
+            pipeline=PipelineSpec(
+                stages=stages, replicas=replicas, min_nodes=min_nodes,
+                cuts=tuple(range(1, stages)),
+            ),
+            validation=ValidationSpec(every=validation_every, microbatches=2),
+            fault=FaultSpec(snapshot_every=snapshot_every, heartbeat_s=0.5, lease_s=5.0),
+        ),
+        data=DataManifest(
+            vocab_size=40, token_bytes=2, train=(shard,), validation=(shard,),
+            tokenizer_sha256="0" * 64,
+        ),
+    )  # fmt: skip
+
+
+def initial_weights(stage: int) -> int:
+    return mix(stage, 17)
+
+
+def applied(weights: int, total: int, step: int) -> int:
+    return mix(weights, total, step)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an undisturbed run computes: sums and weights by step (from 1, and from 0) and stage."""
+
+    sums: dict[int, tuple[int, ...]]
+    weights: dict[int, tuple[int, ...]]
+
+
+def reference(run: ResolvedRun) -> Reference:
+    stages, weights = run.spec.pipeline.stages, {}
+    weights[0] = tuple(initial_weights(s) for s in range(stages))
+    sums = {}
+    for step in range(1, run.spec.steps + 1):
+        before, totals = weights[step - 1], [0] * stages
+        for m in range(run.spec.batch.microbatches):
+            values, gradient = [0], 0
+            for s in range(stages):
+                values.append(mix(step, m, s, before[s], values[s]))
+            for s in reversed(range(stages)):
+                gradient = mix(step, m, s, before[s], values[s], gradient, 1)
+                totals[s] = (totals[s] + gradient) & MASK
+        sums[step] = tuple(totals)
+        weights[step] = tuple(applied(before[s], totals[s], step) for s in range(stages))
+    return Reference(sums, weights)
+
+
+class FakeSnapshots(SnapshotStore):
+    """Snapshots in memory: step -> stage -> weights."""
+
+    def __init__(self) -> None:
+        self.incoming: dict[int, dict[int, int]] = {}
+        self.complete: dict[int, dict[int, int]] = {}
+
+    def put(self, step: int, stage: int, weights: int, num_stages: int) -> bool:
+        self.incoming.setdefault(step, {})[stage] = weights
+        if len(self.incoming[step]) == num_stages:
+            self.complete[step] = self.incoming[step]
+        return step in self.complete
+
+    def complete_steps(self) -> list[int]:
+        return sorted(self.complete)
+
+    def weights_sha256(self, step: int) -> str:
+        return hashlib.sha256(repr(sorted(self.complete[step].items())).encode()).hexdigest()
+
+    def prune(self, keep: int = 2) -> list[int]:
+        removed = sorted(self.complete)[:-keep]
+        for step in removed:
+            del self.complete[step]
+        return removed
+
+
+@dataclass
+class Try:
+    """A node's share of an attempt at a step."""
+
+    step: int
+    attempt: int
+    work: StepWork[int, int]
+    inputs: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)  # what is accumulated
+    parked: list[tuple[Incarnation, str, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Reduction:
+    command: pb.Reduce
+    partials: dict[int, int] = field(default_factory=dict)
+    unacknowledged: set[int] = field(default_factory=set)
+
+
+Message = tuple[int, int, str, int, int, int, int]
+"""(step, attempt, kind, microbatch or round, value, sender, receiver)."""
+
+
+class FakeNode:
+    """Mirrors what `node/` does with commands."""
+
+    def __init__(self, swarm: "FakeSwarm", peer_id: PeerId) -> None:
+        self.swarm = swarm
+        self.peer_id = peer_id
+        self.session: Session | None = None
+        self.frozen = False
+        self.done: str | None = None  # why it was dismissed for good
+        self.retry_s = 0.0
+        self.events: deque[pb.NodeEvent] = deque()
+        self.commands_seen: list[pb.Command] = []
+        # State, kept over sessions.
+        self.stage = -1
+        self.step = -1
+        self.weights = 0
+        self.prepared: tuple[int, int] | None = None  # (step, total)
+        # One incarnation.
+        self.incarnation = 0
+        self.members: dict[int, int] = {}  # incarnation -> stage
+        self.fenced: set[int] = set()
+        self.current: Try | None = None
+        self.reduction: Reduction | None = None
+        self.early: list[Message] = []
+        self.copying: tuple[pb.Assign, int | None] | None = None
+        self.uploads: list[tuple[int, int, int]] = []  # (step, stage, weights)
+        self.held_sums: tuple[int, int] | None = None
+        # What a test may break.
+        self.corrupt_sums = 0
+        self.corrupt_copy = 0
+        self.corrupt_weights = 0
+        self.mute = False  # computes nothing, though its heart beats
+
+    # ---- session -------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, address=f"{self.peer_id}:1")
+        hello.hardware.flops, hello.hardware.memory_bytes = 1e12, 1 << 34
+        if self.step >= 0:
+            hello.held.stage, hello.held.step = self.stage, self.step
+            hello.held.weights_digest = self.weights
+            if self.held_sums is not None:
+                hello.held.has_prepared, hello.held.prepared_digest = True, self.held_sums[1]
+        self.members, self.fenced = {}, set()
+        self.events.clear()
+        try:
+            self.session = self.swarm.conductor.attach(self.peer_id, hello)
+        except StorageError:
+            self.retry_s = self.swarm.now_s + 1.0
+
+    def detach(self) -> None:
+        """The session's end is the incarnation's end; the state stays."""
+        if self.incarnation and self.prepared is not None:
+            self.held_sums = self.prepared
+        self.incarnation, self.current, self.reduction, self.prepared = 0, None, None, None
+        self.copying, self.early, self.uploads = None, [], []
+
+    def drop(self) -> None:
+        """The connection breaks; the process lives."""
+        session, self.session = self.session, None
+        self.detach()
+        if session is not None:
+            self.swarm.conductor.detach(session)
+
+    def kill(self) -> None:
+        """The process dies, and its connections with it."""
+        self.swarm.lose_messages_of(self.incarnation)
+        self.step, self.held_sums = -1, None
+        self.drop()
+        self.swarm.nodes.pop(self.peer_id)
+
+    def say(self, **event: object) -> None:
+        self.events.append(pb.NodeEvent(**event))  # type: ignore[arg-type]
+
+    def trouble(self, kind: "pb.TroubleKind.ValueType", detail: str, **more: int) -> None:
+        self.say(
+            trouble=pb.Trouble(
+                kind=kind, incarnation=self.incarnation, error="FakeError", detail=detail, **more
+            )
+        )
+
+    # ---- what can happen at this node ----------------------------------------------------
+
+    def actions(self) -> list[Callable[[], None]]:
+        if self.frozen:
+            return []
+        found: list[Callable[[], None]] = []
+        if self.session is not None and not self.session.outbox.empty():
+            found.append(self.obey)
+        if self.session is not None and self.events:
+            found.append(self.report)
+        if self.session is None and self.done is None and self.swarm.now_s >= self.retry_s:
+            found.append(self.attach)
+        if self.copying is not None:
+            found.append(self.finish_copy)
+        if self.uploads:
+            found.append(self.upload)
+        if not self.mute and self.can_compute():
+            found.append(self.compute)
+        return found
+
+    def report(self) -> None:
+        event = self.events.popleft()
+        assert self.session is not None
+        self.swarm.conductor.receive(self.session, event)
+
+    def obey(self) -> None:
+        assert self.session is not None
+        command = self.session.outbox.get_nowait()
+        if command is None:
+            self.drop()
+            return
+        self.commands_seen.append(command)
+        kind = command.WhichOneof("command")
+        if kind == "dismiss":
+            if command.dismiss.come_back:
+                self.detach()
+            else:
+                self.done = command.dismiss.reason
+                self.drop()
+        elif kind == "plan":
+            self.members = {m.incarnation: m.stage for m in command.plan.members}
+            self.fenced |= set(command.plan.fenced)
+            self.settle_reduction()
+            self.take_parked()
+        elif kind == "assign":
+            self.begin_copy(command.assign)
+        elif self.incarnation and self.copying is None:
+            if kind == "step_open":
+                self.open(command.step_open)
+            elif kind == "leases":
+                self.update(command.leases)
+            elif kind == "reduce":
+                self.reduce(command.reduce)
+            elif kind == "commit":
+                self.commit(command.commit)
+            elif kind == "snapshot":
+                if self.step == command.snapshot.step:
+                    self.uploads.append((self.step, self.stage, self.weights))
+                else:
+                    self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the state moved on")
+
+    # ---- state ---------------------------------------------------------------------------
+
+    def begin_copy(self, assign: pb.Assign) -> None:
+        held, self.held_sums = self.held_sums, None
+        self.detach()
+        self.held_sums = held
+        source, weights = assign.source, None
+        if source == pb.STATE_SOURCE_INIT:
+            weights = initial_weights(assign.stage)
+        elif source == pb.STATE_SOURCE_PEER:
+            donor = self.swarm.by_incarnation(assign.donor.incarnation)
+            if donor is not None and donor.step == assign.step:
+                weights = donor.weights ^ donor.corrupt_copy
+        elif source == pb.STATE_SOURCE_SNAPSHOT:
+            weights = self.swarm.snapshots.complete[assign.step][assign.stage]
+        elif self.stage == assign.stage and self.step >= 0:
+            weights = self.weights
+        self.copying = assign, weights
+
+    def finish_copy(self) -> None:
+        assert self.copying is not None
+        (assign, weights), self.copying = self.copying, None
+        held, self.held_sums = self.held_sums, None
+        self.incarnation = assign.incarnation
+        if weights is None:
+            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the state was not to be had")
+            self.incarnation = 0
+            return
+        keeps = assign.source == pb.STATE_SOURCE_KEEP
+        if not keeps:
+            self.stage, self.step, self.weights = assign.stage, assign.step, weights
+        elif held is not None and held[0] == self.step + 1:
+            self.prepared = held
+        self.say(
+            ready=pb.Ready(
+                incarnation=self.incarnation, step=self.step, weights_digest=self.weights
+            )
+        )
+
+    def upload(self) -> None:
+        step, stage, weights = self.uploads.pop(0)
+        conductor = self.swarm.conductor
+        if not conductor.expects_snapshot(self.peer_id, step, stage):
+            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "nobody asked for it")
+        elif self.swarm.snapshots.put(step, stage, weights, self.swarm.num_stages):
+            conductor.snapshot_stored(step)
+
+    # ---- the step ------------------------------------------------------------------------
+
+    def open(self, command: pb.StepOpen) -> None:
+        work: StepWork[int, int] = StepWork(
+            stage=self.stage,
+            num_stages=self.swarm.num_stages,
+            num_microbatches=command.num_microbatches,
+            window=command.window,
+        )
+        self.current, self.reduction, self.prepared = (
+            Try(command.step, command.attempt, work), None, None,
+        )  # fmt: skip
+        work.update_leases(_lease(lease) for lease in command.leases)
+        early, self.early = self.early, []
+        for message in early:
+            self.take(message)
+
+    def update(self, command: pb.LeaseUpdate) -> None:
+        now = self.current
+        if now is None or (now.step, now.attempt) != (command.step, command.attempt):
+            return
+        self.push(now.work.update_leases(_lease(lease) for lease in command.leases))
+        self.take_parked()
+
+    def push(self, pushes: list[Push[int]]) -> None:
+        now = self.current
+        assert now is not None
+        for push in pushes:
+            self.send(push.direction, push.microbatch, push.payload, push.to)
+
+    def send(self, kind: str, number: int, value: int, to: int) -> None:
+        now = self.current
+        if now is not None and to in self.members:
+            self.swarm.messages.append(
+                (now.step, now.attempt, kind, number, value, self.incarnation, to)
+            )
+
+    def take(self, message: Message) -> None:
+        """A message from a peer arrives."""
+        step, attempt, kind, number, value, sender, _ = message
+        if sender in self.fenced or (step, attempt) < self.newest_try():
+            return
+        now = self.current
+        if now is None or (step, attempt) > (now.step, now.attempt):
+            self.early.append(message)
+        elif kind == "partial":
+            if self.reduction is not None and self.reduction.command.round == number:
+                self.reduction.partials[sender] = value
+                self.settle_reduction()
+            else:
+                self.early.append(message)
+        else:
+            now.parked.append((Incarnation(sender), kind, number, value))
+            self.take_parked()
+
+    def newest_try(self) -> tuple[int, int]:
+        return (self.current.step, self.current.attempt) if self.current else (self.step + 1, 0)
+
+    def take_parked(self) -> None:
+        now = self.current
+        if now is None:
+            return
+        parked, now.parked = now.parked, []
+        for sender, kind, number, value in parked:
+            try:
+                now.work.receive(kind, MicrobatchId(number), sender, value)  # type: ignore[arg-type]
+            except WrongLeaseError:  # the lease may be on its way here
+                if sender not in self.fenced:
+                    now.parked.append((sender, kind, number, value))
+
+    def can_compute(self) -> bool:
+        if self.current is None:
+            return False
+        task = self.current.work.next_task()
+        self.current.work.task_failed()
+        return task is not None
+
+    def compute(self) -> None:
+        now = self.current
+        assert now is not None
+        work, step, stage = now.work, now.step, self.stage
+        task = work.next_task()
+        assert task is not None
+        m, is_last = task.microbatch, stage == self.swarm.num_stages - 1
+        validation = work.is_validation(m)
+        if task.kind == "forward":
+            now.inputs[m] = work.input_of(task) or 0
+            if not is_last:
+                output = mix(step, m, stage, self.weights, now.inputs[m])
+                self.push(work.forward_done(m, output))
+                return
+            gradient_in = 0
+        else:
+            gradient_in = work.input_of(task) or 0
+        gradient = mix(step, m, stage, self.weights, now.inputs[m], gradient_in, 1)
+        if not validation:
+            assert m not in now.gradients, "computed twice"
+            now.gradients[m] = gradient
+        self.push(work.backward_done(m, None if stage == 0 or validation else gradient))
+        self.say(
+            receipt=pb.Receipt(
+                incarnation=self.incarnation, step=step, attempt=now.attempt, microbatch=m,
+                stage=stage, loss_sum=mix(step, m) % 1000 / 100.0 if is_last else 0.0,
+                has_loss=is_last, busy_s=0.1, boundary_bytes=10,
+            )
+        )  # fmt: skip
+
+    # ---- the step's end ------------------------------------------------------------------
+
+    def reduce(self, command: pb.Reduce) -> None:
+        now = self.current
+        mine = {p.incarnation: set(p.microbatches) for p in command.parts}.get(self.incarnation)
+        if now is None or (now.step, now.attempt) != (command.step, command.attempt):
+            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "reduce of another step")
+            return
+        if mine != set(now.gradients):
+            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, f"manifest {mine}, {set(now.gradients)}")
+            return
+        own = sum(now.gradients.values()) & MASK
+        others = {p.incarnation for p in command.parts} - {self.incarnation}
+        self.prepared = None
+        self.reduction = Reduction(command, {self.incarnation: own}, others)
+        for other in others:
+            self.send("partial", command.round, own, other)
+        early, self.early = self.early, []
+        for message in early:
+            self.take(message)
+        self.settle_reduction()
+
+    def settle_reduction(self) -> None:
+        reduction, now = self.reduction, self.current
+        if reduction is None or now is None or self.prepared is not None:
+            return
+        parts = {p.incarnation for p in reduction.command.parts}
+        if self.members:
+            reduction.unacknowledged &= set(self.members)
+        if reduction.unacknowledged or set(reduction.partials) != parts:
+            return
+        total = (sum(reduction.partials.values()) & MASK) ^ self.corrupt_sums
+        self.prepared = now.step, total
+        self.say(
+            prepared=pb.Prepared(
+                incarnation=self.incarnation, step=now.step, attempt=now.attempt,
+                round=reduction.command.round, sums_digest=total,
+                squared_norms=[float(total % 997)], reduce_bytes=8,
+            )
+        )  # fmt: skip
+
+    def acknowledged(self, message: Message) -> None:
+        reduction = self.reduction
+        if reduction is not None and message[2] == "partial":
+            if message[3] == reduction.command.round:
+                reduction.unacknowledged.discard(message[6])
+                self.settle_reduction()
+
+    def commit(self, command: pb.Commit) -> None:
+        if self.prepared != (command.step, command.sums_digest):
+            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, f"commit of other sums than {self.prepared}")
+            return
+        self.weights = applied(self.weights, command.sums_digest, command.step)
+        self.weights ^= self.corrupt_weights
+        self.step, self.prepared = command.step, None
+        self.current = self.reduction = None
+        self.early = [m for m in self.early if m[0] > self.step]
+        self.say(
+            applied=pb.Applied(
+                incarnation=self.incarnation, step=self.step, weights_digest=self.weights
+            )
+        )
+
+
+def _lease(lease: pb.Lease) -> LeaseFacts:
+    return LeaseFacts(
+        microbatch=MicrobatchId(lease.microbatch),
+        upstream=Incarnation(lease.upstream),
+        downstream=Incarnation(lease.downstream),
+        downstream_done=lease.downstream_done,
+        upstream_done=lease.upstream_done,
+    )
+
+
+class FakeSwarm:
+    def __init__(self, run: ResolvedRun, nodes: int = 0, *, folder: Path | None = None) -> None:
+        self.run = run
+        self.num_stages = run.spec.pipeline.stages
+        self.now_s = 1000.0
+        self.disk: list[StoredEvent] = []
+        self.store = InMemoryEventStore(self.disk)
+        self.snapshots = FakeSnapshots()
+        self.conductor = self._conduct()
+        self.nodes: dict[PeerId, FakeNode] = {}
+        self.messages: list[Message] = []
+        self.beat_s = 0.5
+        self._beaten_s = self.now_s
+        self._names = 0
+        for _ in range(nodes):
+            self.join()
+
+    def _conduct(self) -> Conductor:
+        return Conductor(self.run, self.store, self.snapshots, clock=lambda: self.now_s)
+
+    def join(self) -> FakeNode:
+        self._names += 1
+        node = FakeNode(self, PeerId(f"peer-{self._names}"))
+        self.nodes[node.peer_id] = node
+        node.attach()
+        return node
+
+    def restart(self, *, lose_soft: bool = True) -> None:
+        """The coordinator dies and starts again from what is on the disk."""
+        if not lose_soft:
+            self.store.flush()
+        for node in self.nodes.values():
+            node.session = None
+            node.detach()
+        self.store = InMemoryEventStore(self.disk)
+        self.conductor = self._conduct()
+
+    # ---- facts ---------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[FakeNode]:
+        return [n for n in self.nodes.values() if not n.frozen]
+
+    def by_incarnation(self, incarnation: int) -> FakeNode | None:
+        found = (n for n in self.nodes.values() if n.incarnation == incarnation and incarnation)
+        return next(found, None)
+
+    def at(self, stage: int) -> list[FakeNode]:
+        """Nodes that the conductor counts on at a stage."""
+        return [
+            self.nodes[s.peer_id]
+            for s in self.conductor.sessions.values()
+            if s.stage == stage and s.peer_id in self.nodes
+        ]
+
+    # ---- what can happen -----------------------------------------------------------------
+
+    def actions(self) -> list[Callable[[], None]]:
+        """Everything that can happen now; the order is fixed."""
+        found = [action for node in list(self.nodes.values()) for action in node.actions()]
+        channels: dict[tuple[int, int], Message] = {}
+        for message in self.messages:  # each channel keeps its order
+            channels.setdefault((message[5], message[6]), message)
+        for message in channels.values():
+            receiver = self.by_incarnation(message[6])
+            sender = self.by_incarnation(message[5])
+            if receiver is None or sender is None:
+                found.append(lambda m=message: self.messages.remove(m))  # type: ignore[misc]
+            elif not receiver.frozen and not sender.frozen:
+                if message[5] in receiver.members or message[5] in receiver.fenced:
+                    found.append(lambda m=message: self.deliver(m))  # type: ignore[misc]
+        return found
+
+    def deliver(self, message: Message) -> None:
+        self.messages.remove(message)
+        receiver, sender = self.by_incarnation(message[6]), self.by_incarnation(message[5])
+        assert receiver is not None
+        assert sender is not None
+        receiver.take(message)
+        sender.acknowledged(message)
+
+    def lose_messages_of(self, incarnation: int) -> None:
+        self.messages = [m for m in self.messages if incarnation not in (m[5], m[6])]
+
+    def tick(self) -> None:
+        """Time passes; hearts beat."""
+        self.now_s += TICK_S
+        if self.now_s - self._beaten_s >= self.beat_s:
+            self._beaten_s = self.now_s
+            for node in self.live:
+                if node.session is not None:
+                    beat = pb.NodeEvent(heartbeat=pb.Heartbeat(memory_bytes=1))
+                    self.conductor.receive(node.session, beat)
+        self.conductor.tick()
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.tick()
+
+    def settle(
+        self, until: Callable[[], bool] = lambda: False, *, max_actions: int = 20_000
+    ) -> bool:
+        """Let things happen, fairly and in a fixed order, until `until` holds (then True) or
+        nothing can happen any more without time passing (then False)."""
+        for _ in range(max_actions):
+            if until():
+                return True
+            action = next(iter(self.actions()), None)
+            if action is None:
+                return False
+            action()
+            self._rotate()
+        raise AssertionError(f"still not settled: {self.conductor.waiting_for}")
+
+    def _rotate(self) -> None:
+        first = next(iter(self.nodes), None)
+        if first is not None:
+            self.nodes[first] = self.nodes.pop(first)
+
+    def run_until(self, until: Callable[[], bool], *, within_s: float = 60.0) -> None:
+        """Let things and time happen. Fails when `until` doesn't hold within that time."""
+        deadline_s = self.now_s + within_s
+        while not self.settle(until):
+            if self.now_s > deadline_s:
+                raise AssertionError(
+                    f"not within {within_s} s; step {self.conductor.state.step}, "
+                    f"{self.conductor.phase}, waiting for {self.conductor.waiting_for!r}"
+                )
+            self.tick()
+
+    def run_to_step(self, step: int) -> None:
+        self.run_until(lambda: self.conductor.state.step >= step)
+
+    def finish(self, *, within_s: float = 120.0) -> None:
+        self.run_until(lambda: self.conductor.ended, within_s=within_s)
+        assert not self.conductor.failed, self.conductor.failed

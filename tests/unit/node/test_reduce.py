@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas sum up over an in-memory network: any order, dying peers, cancelled rounds."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.node.reduce import ReduceOutcome, all_reduce, slice_bounds
+from shoal.node.reduce_inbox import ReduceInbox
+from shoal.protocol.errors import (
+    ChecksumError,
+    MalformedFrameError,
+    NumericOverflowError,
+    ProtocolError,
+    ReduceMismatchError,
+    WrongLeaseError,
+    WrongRunError,
+    WrongShapeError,
+    WrongStepError,
+)
+from shoal.protocol.ids import Incarnation
+from shoal.protocol.proto import types_pb2
+from shoal.protocol.wire import Payload, ReceivedTensor
+
+RUN = "tiny-0a1b2c3d"
+COMMITTED = 4
+PARTIAL, TOTAL = types_pb2.DIRECTION_REDUCE_PARTIAL, types_pb2.DIRECTION_REDUCE_TOTAL
+
+
+def inc(number: int) -> Incarnation:
+    return Incarnation(number)
+
+
+def member(incarnation: int, stage: int = 0) -> types_pb2.Member:
+    return types_pb2.Member(incarnation=incarnation, stage=stage)
+
+
+def key_of(who: int, *, attempt: int = 0, round: int = 1) -> types_pb2.TensorKey:
+    return types_pb2.TensorKey(
+        run_id=RUN, step=COMMITTED + 1, attempt=attempt, round=round, stage=0, incarnation=who
+    )
+
+
+class Network:
+    """Delivers slices one by one, in an order of the seed's choosing, as often as it says."""
+
+    def __init__(self, numel: int, members: int, *, seed: int = 0, repeat: int = 1) -> None:
+        self.inboxes = {
+            inc(i): ReduceInbox(RUN, 0, numel, COMMITTED) for i in range(1, members + 1)
+        }
+        self.rng = random.Random(seed)
+        self.repeat = repeat
+        self.gone: set[Incarnation] = set()
+        self._held: dict[tuple[int, int, int], asyncio.Event] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.sent: dict[asyncio.Future[None], Incarnation] = {}
+
+    def push_of(
+        self, sender: Incarnation
+    ) -> Callable[[Incarnation, types_pb2.TensorHeader, Payload], "asyncio.Future[None]"]:
+        def push(
+            to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
+        ) -> "asyncio.Future[None]":
+            acknowledged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.sent[acknowledged] = to
+            if to in self.gone:
+                acknowledged.cancel()
+            else:
+                work = self._carry(sender, to, header, payload, acknowledged)
+                task = asyncio.create_task(work)
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+            return acknowledged
+
+        return push
+
+    async def _carry(
+        self,
+        sender: Incarnation,
+        to: Incarnation,
+        header: types_pb2.TensorHeader,
+        payload: Payload,
+        acknowledged: "asyncio.Future[None]",
+    ) -> None:
+        for _ in range(self.repeat):
+            for _ in range(self.rng.randrange(20)):
+                await asyncio.sleep(0)
+            held = self._held.get((sender, to, header.key.direction))
+            if held is not None:
+                await held.wait()
+            try:
+                inbox = self.inboxes[to]
+                assert inbox.admit(header, member(sender)) == len(payload)
+                await inbox.take(ReceivedTensor(header, bytes(payload)))
+            except WrongStepError:
+                pass  # stale, which links take for delivered
+        if not acknowledged.done():
+            acknowledged.set_result(None)
+
+    def hold(self, sender: int, to: int, direction: int) -> None:
+        """Nothing of this kind arrives until `release`."""
+        self._held[sender, to, direction] = asyncio.Event()
+
+    def release(self) -> None:
+        for event in self._held.values():
+            event.set()
+        self._held.clear()
+
+    def lose(self, who: Incarnation) -> None:
+        """As `PeerLinks.drop`: what is pending for the peer is cancelled."""
+        self.gone.add(who)
+        for future, to in self.sent.items():
+            if to == who:
+                future.cancel()
+
+    async def reduce(
+        self, who: int, sums: torch.Tensor, parts: list[int], *, round: int = 1
+    ) -> ReduceOutcome:
+        return await all_reduce(
+            sums,
+            me=inc(who),
+            parts=[inc(p) for p in parts],
+            key=key_of(who, round=round),
+            inbox=self.inboxes[inc(who)],
+            push=self.push_of(inc(who)),
+        )
+
+    async def settle(self) -> None:
+        await asyncio.gather(*self.tasks)
+
+
+async def turns(count: int = 200) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until_threads_are_done() -> None:
+    """`all_reduce` copies in a thread; one round trip through the same pool comes after it."""
+    await asyncio.to_thread(lambda: None)
+    await turns(5)
+
+
+def random_sums(members: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    high = 2**60 // max(members, 1)
+    return [torch.randint(-high, high, (numel,), generator=generator) for _ in range(members)]
+
+
+@given(numel=st.integers(0, 50), parts=st.integers(1, 9))
+def test_slices_cover_everything_once_and_evenly(numel: int, parts: int) -> None:
+    bounds = slice_bounds(numel, parts)
+    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(numel))
+    sizes = [stop - start for start, stop in bounds]
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    members=st.integers(1, 4),
+    numel=st.sampled_from([0, 1, 2, 3, 7, 100]),
+    seed=st.integers(0, 2**20),
+    repeat=st.integers(1, 2),
+)
+async def test_totals_are_the_plain_sum_in_any_order_of_arrival(
+    members: int, numel: int, seed: int, repeat: int
+) -> None:
+    network = Network(numel, members, seed=seed, repeat=repeat)
+    sums = random_sums(members, numel, seed)
+    before = [s.clone() for s in sums]
+    parts = list(range(1, members + 1))
+    random.Random(seed).shuffle(parts)
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(*(network.reduce(i + 1, sums[i], parts) for i in range(members))), 20
+    )
+    expected = sum(before, torch.zeros(numel, dtype=torch.int64))
+    for outcome in outcomes:
+        assert torch.equal(outcome.totals, expected)
+    assert all(torch.equal(a, b) for a, b in zip(sums, before, strict=True))
+    if members > 1:  # everybody's slices but the own ones out, the own totals to all others
+        assert sum(o.bytes_sent for o in outcomes) == 2 * 8 * numel * (members - 1)
+    await network.settle()
+    for inbox in network.inboxes.values():
+        assert not inbox._round.arrived
+
+
+async def test_totals_belong_to_the_caller() -> None:
+    [sums] = random_sums(1, 5)
+    outcome = await Network(5, 1).reduce(1, sums, [1])
+    assert outcome.totals.data_ptr() != sums.data_ptr()
+    assert torch.equal(outcome.totals, sums)
+
+
+async def test_peer_that_dies_after_it_prepared_does_not_hold_up_survivors() -> None:
+    network = Network(9, 3)
+    sums = random_sums(3, 9)
+    # 2's total for 3 is stuck, so 3 isn't done when 1 is.
+    network.hold(2, 3, TOTAL)
+    one, two, three = (
+        asyncio.create_task(network.reduce(i, sums[i - 1], [1, 2, 3])) for i in (1, 2, 3)
+    )
+    await asyncio.wait_for(one, 20)
+    assert not three.done()
+    network.lose(inc(1))
+    network.release()
+    outcomes = await asyncio.wait_for(asyncio.gather(two, three), 20)
+    for outcome in outcomes:
+        assert torch.equal(outcome.totals, sums[0] + sums[1] + sums[2])
+
+
+async def test_acknowledgement_that_died_with_its_peer_does_not_hold_up_a_survivor() -> None:
+    network = Network(8, 2)
+    sums = random_sums(2, 8)
+    push = network.push_of(inc(1))
+    lost: list[asyncio.Future[None]] = []
+
+    def without_acknowledgement(
+        to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
+    ) -> "asyncio.Future[None]":
+        push(to, header, payload)
+        lost.append(asyncio.get_running_loop().create_future())
+        return lost[-1]
+
+    one = asyncio.create_task(
+        all_reduce(
+            sums[0], me=inc(1), parts=[inc(1), inc(2)], key=key_of(1),
+            inbox=network.inboxes[inc(1)], push=without_acknowledgement,
+        )
+    )  # fmt: skip
+    await asyncio.wait_for(network.reduce(2, sums[1], [1, 2]), 20)
+    await network.settle()
+    assert not one.done()
+    for future in lost:
+        future.cancel()
+    outcome = await asyncio.wait_for(one, 20)
+    assert torch.equal(outcome.totals, sums[0] + sums[1])
+
+
+async def test_slice_refused_for_good_fails_the_reduction() -> None:
+    network = Network(8, 2)
+    sums = random_sums(2, 8)
+    push = network.push_of(inc(1))
+
+    def refused(
+        to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
+    ) -> "asyncio.Future[None]":
+        push(to, header, payload)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.set_exception(ChecksumError("three times"))
+        return future
+
+    one = asyncio.create_task(
+        all_reduce(
+            sums[0], me=inc(1), parts=[inc(1), inc(2)], key=key_of(1),
+            inbox=network.inboxes[inc(1)], push=refused,
+        )
+    )  # fmt: skip
+    await asyncio.wait_for(network.reduce(2, sums[1], [1, 2]), 20)
+    with pytest.raises(ChecksumError):
+        await asyncio.wait_for(one, 20)
+
+
+async def test_sums_that_do_not_fit_together_are_an_overflow() -> None:
+    network = Network(2, 2)
+    big = torch.full((2,), 2**62)
+    tasks = [asyncio.create_task(network.reduce(i, big, [1, 2])) for i in (1, 2)]
+    with pytest.raises(NumericOverflowError):
+        await asyncio.wait_for(tasks[0], 20)
+    with pytest.raises(NumericOverflowError):
+        await asyncio.wait_for(tasks[1], 20)
+
+
+async def test_cancelled_round_leaves_no_trace_and_the_next_one_counts() -> None:
+    network = Network(10, 3)
+    sums = random_sums(3, 10)
+    before = [s.clone() for s in sums]
+    first = [asyncio.create_task(network.reduce(i, sums[i - 1], [1, 2, 3])) for i in (1, 2)]
+    await until_threads_are_done()
+    await turns()
+    assert not any(task.done() for task in first)  # 3 is dead
+    for task in first:
+        task.cancel()
+    await asyncio.gather(*first, return_exceptions=True)
+    network.lose(inc(3))
+    assert all(torch.equal(a, b) for a, b in zip(sums, before, strict=True))
+    second = [network.reduce(i, sums[i - 1], [1, 2], round=2) for i in (1, 2)]
+    for outcome in await asyncio.wait_for(asyncio.gather(*second), 20):
+        assert torch.equal(outcome.totals, sums[0] + sums[1])
+
+
+async def test_what_is_sent_does_not_follow_the_accumulator() -> None:
+    network = Network(10, 2)
+    sums = random_sums(2, 10)
+    expected = sums[0] + sums[1]
+    network.hold(1, 2, PARTIAL)
+    one = asyncio.create_task(network.reduce(1, sums[0], [1, 2]))
+    await until_threads_are_done()
+    two = asyncio.create_task(network.reduce(2, sums[1], [1, 2]))
+    await until_threads_are_done()
+    sums[0].zero_()
+    sums[1].zero_()
+    network.release()
+    for outcome in await asyncio.wait_for(asyncio.gather(one, two), 20):
+        assert torch.equal(outcome.totals, expected)
+
+
+# ---- the inbox ---------------------------------------------------------------------------
+
+
+def slice_header(
+    sender: int = 2, *, direction: types_pb2.Direction.ValueType = PARTIAL, index: int = 0,
+    numel: int = 3, **changes: object,
+) -> types_pb2.TensorHeader:  # fmt: skip
+    key = key_of(sender)
+    key.direction, key.microbatch = direction, index
+    made = types_pb2.TensorHeader(
+        key=key, codec="raw", dtype=types_pb2.DTYPE_INT64, shape=[numel], payload_bytes=8 * numel
+    )
+    for name, value in changes.items():
+        if name == "shape":
+            del made.shape[:]
+            made.shape.extend(value)  # type: ignore[arg-type]  # a test's tuple
+        else:
+            setattr(made.key if hasattr(made.key, name) else made, name, value)
+    return made
+
+
+def received(header: types_pb2.TensorHeader) -> ReceivedTensor:
+    return ReceivedTensor(header, bytes(8 * header.shape[0]))
+
+
+def inbox_in_round(round: int = 1) -> ReduceInbox:
+    """Six elements between incarnations 1 (this) and 2."""
+    inbox = ReduceInbox(RUN, 0, 6, COMMITTED)
+    inbox.open_round((COMMITTED + 1, 0, round), {(PARTIAL, 0, inc(2)): 3, (TOTAL, 1, inc(2)): 3})
+    return inbox
+
+
+@pytest.mark.parametrize(
+    ("header", "sender", "error"),
+    [
+        (slice_header(run_id="other"), member(2), WrongRunError),
+        (slice_header(direction=types_pb2.DIRECTION_FORWARD), member(2), MalformedFrameError),
+        (slice_header(), member(2, stage=1), WrongLeaseError),
+        (slice_header(stage=1), member(2), WrongLeaseError),
+        (slice_header(step=COMMITTED), member(2), WrongStepError),
+        (slice_header(step=COMMITTED + 3), member(2), WrongStepError),
+        (slice_header(shape=(7,)), member(2), WrongShapeError),
+        (slice_header(shape=(1, 3)), member(2), WrongShapeError),
+        (slice_header(shape=()), member(2), WrongShapeError),
+        (slice_header(dtype=types_pb2.DTYPE_FLOAT32), member(2), WrongShapeError),
+        # Held against the manifest of the open round:
+        (slice_header(numel=2), member(2), WrongShapeError),
+        (slice_header(index=1), member(2), ReduceMismatchError),
+        (slice_header(sender=3), member(3), ReduceMismatchError),
+        (slice_header(round=0), member(2), WrongStepError),
+    ],
+)
+async def test_whatever_the_plan_does_not_allow_is_refused_by_name(
+    header: types_pb2.TensorHeader, sender: types_pb2.Member, error: type[ProtocolError]
+) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        inbox_in_round().admit(header, sender)
+    assert type(caught.value) is error
+
+
+async def test_slice_is_a_duplicate_even_after_its_use() -> None:
+    inbox = inbox_in_round()
+    assert await inbox.take(received(slice_header()))
+    assert not await inbox.take(received(slice_header()))
+    await inbox.get((PARTIAL, 0, inc(2)))
+    assert not await inbox.take(received(slice_header()))
+    assert not inbox._round.arrived
+
+
+async def test_early_slice_waits_in_its_stream_until_its_round_opens() -> None:
+    inbox = inbox_in_round(round=1)
+    assert inbox.admit(slice_header(round=2, numel=6), member(2)) == 48  # not known better yet
+    taking = asyncio.create_task(inbox.take(received(slice_header(round=2))))
+    await turns(5)
+    assert not taking.done()
+    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(2)): 3})
+    assert await taking
+    assert await inbox.get((PARTIAL, 0, inc(2))) == bytes(24)
+
+
+async def test_early_slice_of_wrong_length_is_its_senders_fault() -> None:
+    inbox = inbox_in_round(round=1)
+    taking = asyncio.create_task(inbox.take(received(slice_header(round=2, numel=6))))
+    await turns(5)
+    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(2)): 3})
+    with pytest.raises(WrongShapeError):
+        await taking
+
+
+@pytest.mark.parametrize(
+    ("instead", "error"),
+    [
+        (lambda inbox: inbox.open_round((COMMITTED + 1, 1, 1), {}), WrongStepError),
+        (lambda inbox: inbox.close_step(COMMITTED + 1), WrongStepError),
+        (lambda inbox: inbox.close(), WrongLeaseError),
+    ],
+)
+async def test_early_slice_is_refused_when_its_round_never_comes(
+    instead: Callable[[ReduceInbox], None], error: type[ProtocolError]
+) -> None:
+    inbox = inbox_in_round(round=1)
+    taking = asyncio.create_task(inbox.take(received(slice_header(round=2))))
+    await turns(5)
+    instead(inbox)
+    with pytest.raises(error):
+        await taking
+
+
+async def test_late_slices_of_an_old_round_are_refused_and_kept_nowhere() -> None:
+    inbox = inbox_in_round(round=1)
+    await inbox.take(received(slice_header()))
+    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(2)): 3})
+    with pytest.raises(WrongStepError):
+        inbox.admit(slice_header(), member(2))
+    with pytest.raises(WrongStepError):
+        await inbox.take(received(slice_header()))
+    assert not inbox._round.arrived
+    assert not inbox._round.seen
+
+
+async def test_ended_round_takes_no_more_and_frees_what_it_had() -> None:
+    inbox = inbox_in_round()
+    await inbox.take(received(slice_header()))
+    inbox.end_round((COMMITTED + 1, 0, 1))
+    assert not inbox._round.arrived
+    assert not await inbox.take(received(slice_header()))
+    with pytest.raises(WrongStepError, match="cancelled"):
+        await inbox.take(received(slice_header(direction=TOTAL, index=1)))
+
+
+async def test_ending_an_older_round_does_not_touch_the_open_one() -> None:
+    inbox = inbox_in_round(round=2)
+    await inbox.take(received(slice_header(round=2)))
+    inbox.end_round((COMMITTED + 1, 0, 1))
+    assert await inbox.get((PARTIAL, 0, inc(2))) == bytes(24)
+
+
+async def test_flood_of_slices_takes_no_memory_and_nobodys_room() -> None:
+    inbox = inbox_in_round(round=1)
+    flood = [
+        asyncio.create_task(inbox.take(received(slice_header(sender=2, round=r))))
+        for r in range(3, 60)
+    ]
+    await turns(5)
+    assert not inbox._round.arrived
+    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(7)): 3})
+    assert await inbox.take(received(slice_header(sender=7, round=2)))
+    inbox.close()
+    results = await asyncio.gather(*flood, return_exceptions=True)
+    assert {type(result) for result in results} == {WrongLeaseError}
