@@ -85,6 +85,7 @@ class Conductor:
             requests=self._requests,
         )
         self._can_write = True
+        self._flush_error: StorageError | None = None
         self._ticked_s = self._listening_s = self.started_s
         if not self.state.records and self.state.last_incarnation == 0:
             self._log.record(RunCreated(time_s=clock(), run_digest=run.digest))
@@ -209,6 +210,8 @@ class Conductor:
         if self.ended:
             return
         with self._acting():
+            if self._flush_error is not None:
+                raise self._flush_error
             for session, reason in self._members.expired(
                 now_s, least_s=self.run.spec.fault.lease_s, since_s=self._listening_s
             ):
@@ -251,9 +254,12 @@ class Conductor:
         return True
 
     def flush(self) -> None:
-        """Make soft events durable too. For the daemon's timer."""
-        with self._failing():
+        """Make soft events durable too. For the daemon's timer; may run in another thread, so that
+        the next `tick` acts on a failure."""
+        try:
             self._log.flush()
+        except StorageError as error:
+            self._flush_error = error
 
     # ---- snapshots -----------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from shoal.protocol.errors import RunFailedError
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.scale import scale_exponent
-from shoal.protocol.schedule import in_flight_window
+from shoal.protocol.schedule import credits_per_sender, in_flight_window
 from shoal.protocol.spec import ResolvedRun
 
 log = logging.getLogger(__name__)
@@ -95,11 +95,13 @@ class StepRunner:
         for stage, group in holders.items():
             for session in group:
                 session.last_wait = ""
-                session.send(step_open=self._step_open(session.incarnation, stage))
+                session.send(step_open=self._step_open(session.incarnation, stage, len(group)))
         self._log.changed()
 
-    def _step_open(self, incarnation: Incarnation, stage: Stage) -> coordinator_pb2.StepOpen:
-        opened = self.opened
+    def _step_open(
+        self, incarnation: Incarnation, stage: Stage, num_replicas: int
+    ) -> coordinator_pb2.StepOpen:
+        opened, num_stages = self.opened, len(self._members.stages)
         assert opened is not None
         return coordinator_pb2.StepOpen(
             step=opened.step,
@@ -110,7 +112,8 @@ class StepRunner:
             scale_exponent=opened.scale_exponent,
             loss_scale=opened.loss_scale,
             leases=commands.to_protos(opened.ledger.leases_of(incarnation)),
-            window=in_flight_window(stage, len(self._members.stages)),
+            window=in_flight_window(stage, num_stages),
+            credits=credits_per_sender(stage + 1, num_stages, num_replicas),
         )
 
     def abandon(self, reason: str) -> None:

@@ -2,10 +2,10 @@
 """The gRPC service that a node offers to other nodes. Checks who speaks; the inboxes check what."""
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,33 +124,39 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Push(  # type: ignore[override]
         self, request_iterator: AsyncIterable[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        async for ack in self._serve(
+        serving = self._serve(
             request_iterator, context, lambda sender: _BoundaryStream(self._inboxes, sender)
-        ):
-            yield ack
+        )
+        async with aclosing(serving) as acks:
+            async for ack in acks:
+                yield ack
 
     async def Reduce(  # type: ignore[override]
         self, request_iterator: AsyncIterable[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PushAck]:
-        async for ack in self._serve(
+        serving = self._serve(
             request_iterator,
             context,
             lambda sender: _ReduceStream(self._inboxes, self._swarm, sender),
-        ):
-            yield ack
+        )
+        async with aclosing(serving) as acks:
+            async for ack in acks:
+                yield ack
 
     async def _serve(
         self,
         messages: AsyncIterable[bytes],
         context: Context,
         open_stream: Callable[[PeerId], "_BoundaryStream | _ReduceStream"],
-    ) -> AsyncIterator[peer_pb2.PushAck]:
+    ) -> AsyncGenerator[peer_pb2.PushAck, None]:
         try:
             sender = peer_id_from_context(context)
             with _counted(self._open_streams, sender, _MAX_STREAMS, "tensor streams"):
                 await self._wait_for_plan(context)
-                async for ack in self._receive(messages, open_stream(sender), sender):
-                    yield ack
+                receiving = self._receive(messages, open_stream(sender), sender)
+                async with aclosing(receiving) as acks:
+                    async for ack in acks:
+                        yield ack
         except ShoalError as error:  # the rest of the stream can't be read
             await abort_with(context, error)
 
@@ -159,7 +165,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         messages: AsyncIterable[bytes],
         stream: "_BoundaryStream | _ReduceStream",
         sender: PeerId,
-    ) -> AsyncIterator[peer_pb2.PushAck]:
+    ) -> AsyncGenerator[peer_pb2.PushAck, None]:
         try:
             async for received in receive_tensors(messages, stream.admit):
                 if isinstance(received, RefusedTensor):
@@ -233,7 +239,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return peer_pb2.PingReply(nonce=request.nonce[:64], step=self._inboxes.committed_step)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _counted(counts: Counter[PeerId], peer: PeerId, limit: int, what: str) -> Iterator[None]:
     """Raises `CapacityError` when the peer has `limit` of these already."""
     if counts[peer] >= limit:

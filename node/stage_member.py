@@ -112,6 +112,7 @@ class StageMember:
             num_stages=spec.num_stages,
             num_microbatches=command.num_microbatches,
             window=command.window,
+            credits=command.credits,
         )
         self._work = work
         work.update_leases(_lease(lease) for lease in command.leases)

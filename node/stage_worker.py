@@ -20,8 +20,10 @@ from shoal.compression.registry import Boundary
 from shoal.node.data import TokenSource
 from shoal.node.hardware import Device
 from shoal.node.stage import StageRuntime
+from shoal.protocol.costs import boundary_shape, graphs_that_fit
 from shoal.protocol.ids import MicrobatchId
 from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.schedule import in_flight_window
 from shoal.protocol.spec import ResolvedRun
 from shoal.protocol.state_file import StateExpectation, StateHeader, read_state, write_state
 
@@ -86,10 +88,28 @@ class StageWorker:
                 self.spec.stage,
                 device=self._device.torch_device,
                 compute_dtype=self._device.compute_dtype,
-                recompute=self.run.spec.pipeline.recompute == "always",
             )
+            self._runtime.max_graphs = self._graphs_kept()
 
         await self.call(build)
+
+    def _graphs_kept(self) -> int:
+        """Graphs to keep between forward and backward: what the spec says, or memory allows."""
+        spec = self.run.spec
+        shape = boundary_shape(spec)
+        window = in_flight_window(self.spec.stage, self.spec.num_stages)
+        return {
+            "always": 0,
+            "never": window,
+            "auto": graphs_that_fit(
+                spec,
+                self.spec,
+                self._device.memory_bytes,
+                window=window,
+                forward_bytes=self._boundary.forward.encoded_bytes(shape),
+                backward_bytes=self._boundary.backward.encoded_bytes(shape),
+            ),
+        }[spec.pipeline.recompute]
 
     async def initialise(self) -> None:
         await self.call(lambda: self.runtime.initialise())
@@ -103,7 +123,7 @@ class StageWorker:
         await self.call(load)
 
     async def save(self, path: Path) -> int:
-        """Write the state as it is now; returns its step. Training may go on while it is written."""
+        """Write the state as it is now; returns its step. Training may go on meanwhile."""
 
         def copy() -> tuple[int, int, dict[str, torch.Tensor]]:
             runtime = self.runtime

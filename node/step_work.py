@@ -5,6 +5,7 @@ Tensors and payloads are opaque here. Encoded payloads are kept until the step i
 neighbour may die at any moment and its replacement needs them again.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -54,11 +55,16 @@ class _Slot(Generic[P, T]):
 class StepWork(Generic[P, T]):
     """Leases, their progress, and what to do next."""
 
-    def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, window: int) -> None:
+    def __init__(
+        self, *, stage: int, num_stages: int, num_microbatches: int, window: int, credits: int
+    ) -> None:
+        """`window` bounds microbatches in flight here, `credits` those of them at one downstream
+        replica."""
         self._first = stage == 0
         self._last = stage == num_stages - 1
         self._num_microbatches = num_microbatches
         self._window = window
+        self._credits = credits
         self._slots: dict[MicrobatchId, _Slot[P, T]] = {}
         self._running: MicrobatchId | None = None
 
@@ -116,23 +122,34 @@ class StepWork(Generic[P, T]):
         return True
 
     def next_task(self) -> Task | None:
-        """What to compute now, or None when input is missing, the window full or a task runs."""
+        """What to compute now, or None when input or credit is missing, the window full or a task runs."""
         if self._running is not None:
             return None
-        forwards, backwards, in_flight = [], [], []
+        backwards, in_flight = [], []
+        outstanding: Counter[Incarnation] = Counter()
         for microbatch, slot in self._slots.items():
-            if not slot.forward_done:
-                if self._first or slot.input is not None:
-                    forwards.append(microbatch)
-            elif not slot.backward_done and not self.is_validation(microbatch):
-                in_flight.append(microbatch)
-                if slot.output_gradient is not None:
-                    backwards.append(microbatch)
+            if not slot.forward_done or slot.backward_done or self.is_validation(microbatch):
+                continue
+            in_flight.append(microbatch)
+            if slot.output_gradient is not None:
+                backwards.append(microbatch)
+            elif not slot.lease.downstream_done:
+                outstanding[slot.lease.downstream] += 1
+        forwards = [
+            microbatch
+            for microbatch, slot in self._slots.items()
+            if self._is_ready(slot)
+            and (self._last or outstanding[slot.lease.downstream] < self._credits)
+        ]
         task = next_task(
             forwards=forwards, backwards=backwards, in_flight=in_flight, window=self._window
         )
         self._running = task.microbatch if task else None
         return task
+
+    def _is_ready(self, slot: _Slot[P, T]) -> bool:
+        """Its forward has its input and is still to be computed."""
+        return not slot.forward_done and (self._first or slot.input is not None)
 
     def input_of(self, task: Task) -> T | None:
         """The tensor that the task consumes; None for a forward at stage 0."""
@@ -180,7 +197,7 @@ class StepWork(Generic[P, T]):
     def queue_depth(self) -> int:
         """Tasks that have their input and wait for the processor."""
         return sum(
-            (not slot.forward_done and (self._first or slot.input is not None))
+            self._is_ready(slot)
             or (slot.output_gradient is not None and not slot.backward_done)
             for slot in self._slots.values()
         )

@@ -162,6 +162,36 @@ def stage_memory(
     )
 
 
+def graphs_that_fit(
+    spec: RunSpec,
+    stage: StageSpec,
+    memory_bytes: int,
+    *,
+    window: int,
+    forward_bytes: int = 0,
+    backward_bytes: int = 0,
+) -> int:
+    """Autograd graphs, up to `window`, that fit `memory_bytes` beside all else that the stage
+    holds; 0 means recompute every forward."""
+
+    def total(graphs_kept: int) -> int:
+        return stage_memory(
+            spec,
+            stage,
+            window=window,
+            graphs_kept=graphs_kept,
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
+        ).total
+
+    graph_bytes = (
+        spec.tokens_per_microbatch * (stage.end - stage.start) * layer_graph_bytes(spec.model)
+    )
+    # The one at work is always there; it counts as kept only where a second fits as well.
+    spare = memory_bytes - total(1)
+    return 0 if spare < graph_bytes else min(window, 1 + spare // graph_bytes)
+
+
 # ---- bytes on the wire -------------------------------------------------------------------
 
 

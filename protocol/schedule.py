@@ -31,6 +31,16 @@ def in_flight_window(
     return (num_stages - stage) + math.ceil(2 * hops * (hop_s + latency_s) / period_s) + 4
 
 
+def credits_per_sender(stage: int, num_stages: int, num_senders: int) -> int:
+    """Credits that a replica of `stage` grants each of the previous stage's `num_senders` replicas:
+    microbatches that a sender may have there, pushed and their gradient not yet back.
+
+    A replica then holds no more inputs than its own window keeps busy, rounded up to a whole
+    credit each. At least one, so that nobody starves.
+    """
+    return max(1, math.ceil(in_flight_window(stage, num_stages) / num_senders))
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     kind: Literal["forward", "backward"]

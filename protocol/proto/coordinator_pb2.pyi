@@ -782,6 +782,7 @@ class StepOpen(_message.Message):
     LOSS_SCALE_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    CREDITS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
     epoch: _builtins.int
@@ -795,6 +796,10 @@ class StepOpen(_message.Message):
     """Loss scale for fp16 devices; a power of two."""
     window: _builtins.int
     """In-flight forwards that the node may hold (protocol/schedule.py)."""
+    credits: _builtins.int
+    """Credits at each replica of the next stage: how many of this node's microbatches may be there,
+    pushed and their gradient not yet back (protocol/schedule.py).
+    """
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """The receiving node's leases."""
@@ -811,10 +816,11 @@ class StepOpen(_message.Message):
         loss_scale: _builtins.float = ...,
         leases: _abc.Iterable[Global___Lease] | None = ...,
         window: _builtins.int = ...,
+        credits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "leases", b"leases", "loss_scale", b"loss_scale", "num_microbatches", b"num_microbatches", "num_validation", b"num_validation", "scale_exponent", b"scale_exponent", "step", b"step", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "credits", b"credits", "epoch", b"epoch", "leases", b"leases", "loss_scale", b"loss_scale", "num_microbatches", b"num_microbatches", "num_validation", b"num_validation", "scale_exponent", b"scale_exponent", "step", b"step", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,8 @@ def _common(
     logging.basicConfig(
         level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
     )
+    if level > logging.INFO:  # it warns of every stream that a leaving server ends
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)
 
 
 def _register() -> None:

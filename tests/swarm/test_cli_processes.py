@@ -92,7 +92,7 @@ def one_line(errors: str) -> str:
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[int]:
-    """A port whose successor is free to ask for, and which somebody listens on without answering."""
+    """Somebody listens on it, and doesn't answer."""
     with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
         yield server.getsockname()[1]
 
@@ -294,7 +294,6 @@ async def test_the_first_ctrl_c_hands_over_and_status_finds_the_run(tmp_path: Pa
             assert "Traceback" not in text
             assert "closed network connection" not in text
         assert read_live(swarm.run_folder) is None
-        assert "not running" in swarm_shoal(tmp_path, "run", "list") or True
 
 
 def swarm_shoal(folder: Path, *arguments: str) -> str:
@@ -334,7 +333,7 @@ async def test_nodes_and_newcomers_find_a_coordinator_that_moved(tmp_path: Path)
     async with Swarm(
         tmp_path, spec(steps=ENDLESS, pipeline={"stages": 1, "replicas": 1}), discovery=True
     ) as swarm:
-        (node,) = await swarm.start("a")
+        await swarm.start("a")
         link_file = tmp_path / "link"
         await swarm.wait_until(
             lambda: len(JoinLink.parse(link_file.read_text()).discovery) > 1,

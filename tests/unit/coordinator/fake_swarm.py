@@ -352,6 +352,7 @@ class FakeNode:
             num_stages=self.swarm.num_stages,
             num_microbatches=command.num_microbatches,
             window=command.window,
+            credits=command.credits,
         )
         self.current, self.reduction, self.prepared = (
             Try(command.step, command.attempt, work), None, None,
@@ -398,6 +399,10 @@ class FakeNode:
         else:
             now.parked.append((Incarnation(sender), kind, number, value))
             self.take_parked()
+
+    def knows(self, incarnation: int) -> bool:
+        """Until the plan names a sender, its stream waits."""
+        return incarnation in self.members or incarnation in self.fenced
 
     def newest_try(self) -> tuple[int, int]:
         return (self.current.step, self.current.attempt) if self.current else (self.step + 1, 0)
@@ -494,10 +499,9 @@ class FakeNode:
 
     def acknowledged(self, message: Message) -> None:
         reduction = self.reduction
-        if reduction is not None and message[2] == "partial":
-            if message[3] == reduction.command.round:
-                reduction.unacknowledged.discard(message[6])
-                self.settle_reduction()
+        if reduction is not None and message[2:4] == ("partial", reduction.command.round):
+            reduction.unacknowledged.discard(message[6])
+            self.settle_reduction()
 
     def commit(self, command: pb.Commit) -> None:
         if self.prepared != (command.step, command.sums_digest):
@@ -593,9 +597,8 @@ class FakeSwarm:
             sender = self.by_incarnation(message[5])
             if receiver is None or sender is None:
                 found.append(lambda m=message: self.messages.remove(m))  # type: ignore[misc]
-            elif not receiver.frozen and not sender.frozen:
-                if message[5] in receiver.members or message[5] in receiver.fenced:
-                    found.append(lambda m=message: self.deliver(m))  # type: ignore[misc]
+            elif not (receiver.frozen or sender.frozen) and receiver.knows(message[5]):
+                found.append(lambda m=message: self.deliver(m))  # type: ignore[misc]
         return found
 
     def deliver(self, message: Message) -> None:

@@ -2,7 +2,8 @@
 """Outgoing streams against real servers that answer, refuse, stall, die and come back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Receiver(peer_pb2_grpc.PeerServicer):
         self.open_streams = 0
         self.no_streams = asyncio.Event()
 
-    async def _stream(self, method: str, messages: Any, context: Any) -> AsyncIterator[Any]:
+    async def _stream(self, method: str, messages: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.open_streams += 1
         self.incarnations.append(dict(context.invocation_metadata())[INCARNATION_METADATA])
         try:
@@ -79,11 +80,15 @@ class Receiver(peer_pb2_grpc.PeerServicer):
             if not self.open_streams:
                 self.no_streams.set()
 
-    def Push(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        return self._stream("Push", request_iterator, context)
+    async def Push(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async with aclosing(self._stream("Push", request_iterator, context)) as acks:
+            async for ack in acks:
+                yield ack
 
-    def Reduce(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        return self._stream("Reduce", request_iterator, context)
+    async def Reduce(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async with aclosing(self._stream("Reduce", request_iterator, context)) as acks:
+            async for ack in acks:
+                yield ack
 
     async def FetchState(self, request: Any, context: Any) -> AsyncIterator[Any]:
         raise NotImplementedError

@@ -34,9 +34,13 @@ def lease(
     return LeaseFacts(m(number), upstream, downstream, **done)
 
 
-def work(*numbers: int, stage: int = 1, num_stages: int = 3, window: int = 9) -> Work:
+def work(
+    *numbers: int, stage: int = 1, num_stages: int = 3, window: int = 9, credits: int = 9
+) -> Work:
     """Work with training microbatches 0 to 9 and leases for `numbers`."""
-    made: Work = StepWork(stage=stage, num_stages=num_stages, num_microbatches=10, window=window)
+    made: Work = StepWork(
+        stage=stage, num_stages=num_stages, num_microbatches=10, window=window, credits=credits
+    )
     assert made.update_leases(lease(number) for number in numbers) == []
     return made
 
@@ -108,6 +112,20 @@ def test_window_holds_forwards_back_until_a_backward_is_done() -> None:
     assert run(node)[0] == Task("forward", m(2))
 
 
+def test_no_forward_for_a_replica_whose_credits_are_spent() -> None:
+    other = Incarnation(DOWN + 10)
+    node = work(0, 1, 2, credits=1)
+    node.update_leases([lease(2, downstream=other)])
+    for number in range(3):
+        node.receive("forward", m(number), UP, ("forward", number, 0))
+    assert run(node)[0] == Task("forward", m(0))
+    assert run(node)[0] == Task("forward", m(2))  # 1 goes to the replica that has 0
+    assert node.next_task() is None
+    node.receive("backward", m(0), DOWN, ("backward", 0, 2))
+    assert run(node)[0] == Task("backward", m(0))
+    assert run(node)[0] == Task("forward", m(1))
+
+
 def test_first_stage_needs_no_input_and_pushes_nothing_back() -> None:
     node = work(stage=0)
     node.update_leases([lease(0, upstream=NOBODY)])
@@ -169,7 +187,7 @@ def test_new_upstream_gets_the_kept_gradient_again() -> None:
 
 
 def test_neighbours_that_are_done_are_spared_unless_they_die() -> None:
-    node: Work = StepWork(stage=1, num_stages=3, num_microbatches=10, window=9)
+    node: Work = StepWork(stage=1, num_stages=3, num_microbatches=10, window=9, credits=9)
     node.update_leases([lease(0, downstream_done=True, upstream_done=True)])
     node.receive("forward", m(0), UP, ("forward", 0, 0))
     node.receive("backward", m(0), DOWN, ("backward", 0, 2))  # may come before the forward
@@ -210,7 +228,9 @@ class Pipeline:
     order, receipts reach the coordinator in order per node; beyond that anything goes.
     """
 
-    def __init__(self, replicas: list[int], *, training: int, validation: int, window: int) -> None:
+    def __init__(
+        self, replicas: list[int], *, training: int, validation: int, window: int, credits: int
+    ) -> None:
         self.last = len(replicas) - 1
         self.training, self.window = training, window
         self.nodes: dict[Incarnation, Node] = {}
@@ -224,6 +244,7 @@ class Pipeline:
                     num_stages=len(replicas),
                     num_microbatches=training,
                     window=window,
+                    credits=credits,
                 )
                 self.nodes[Incarnation(len(self.nodes) + 1)] = Node(stage, made)
         self.microbatches = [m(i) for i in range(training + validation)]
@@ -352,6 +373,7 @@ class Pipeline:
     training=st.integers(1, 6),
     validation=st.integers(0, 2),
     window=st.integers(1, 4),
+    credits=st.integers(1, 4),
     death_rate=st.sampled_from([0.0, 0.02, 0.2]),
 )
 def test_every_microbatch_is_done_exactly_once_whatever_the_order_and_whoever_dies(
@@ -360,10 +382,13 @@ def test_every_microbatch_is_done_exactly_once_whatever_the_order_and_whoever_di
     training: int,
     validation: int,
     window: int,
+    credits: int,
     death_rate: float,
 ) -> None:
     rng = Random(seed)
-    swarm = Pipeline(replicas, training=training, validation=validation, window=window)
+    swarm = Pipeline(
+        replicas, training=training, validation=validation, window=window, credits=credits
+    )
     moving = True
     while moving:
         if rng.random() < death_rate:

@@ -133,3 +133,14 @@ def test_step_is_paced_by_the_slowest_stage_after_the_first_microbatch() -> None
         stages, microbatches=9, replicas=2, hop_s=0.25, latency_s=0.5, reduce_s=10
     )
     assert seconds == 4 * 3 + (1 + 2) + 2 * 1 * 0.75 + 10
+
+
+def test_graphs_are_kept_as_memory_allows() -> None:
+    def need(graphs: int) -> int:
+        return costs.stage_memory(SPEC, MIDDLE, window=5, graphs_kept=graphs).total
+
+    fit = [costs.graphs_that_fit(SPEC, MIDDLE, need(g), window=5) for g in (1, 2, 3, 5)]
+    assert fit == [0, 2, 3, 5]
+    assert costs.graphs_that_fit(SPEC, MIDDLE, need(3) - 1, window=5) == 2
+    assert costs.graphs_that_fit(SPEC, MIDDLE, 100 * need(5), window=5) == 5
+    assert costs.graphs_that_fit(SPEC, MIDDLE, 0, window=5) == 0

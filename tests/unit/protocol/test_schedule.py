@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol.ids import MicrobatchId
-from shoal.protocol.schedule import Task, in_flight_window, next_task
+from shoal.protocol.schedule import Task, credits_per_sender, in_flight_window, next_task
 
 ids = st.sets(st.integers(0, 20).map(MicrobatchId))
 
@@ -60,3 +60,8 @@ def test_window_covers_the_round_trip_to_the_last_stage() -> None:
     assert in_flight_window(1, 4, hop_s=0.3, latency_s=0.05, period_s=0.4) == 11
     # The last stage waits for nobody.
     assert in_flight_window(3, 4, hop_s=9.0, latency_s=9.0, period_s=0.1) == 5
+
+
+def test_a_replica_grants_credits_for_its_window_and_at_least_one() -> None:
+    # The last of two stages has a window of 5.
+    assert [credits_per_sender(1, 2, senders) for senders in (1, 2, 4, 9)] == [5, 3, 2, 1]
