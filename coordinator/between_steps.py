@@ -37,7 +37,9 @@ class BetweenSteps:
     def advance(self, *, stopping: bool) -> Outcome:
         """Raises `StorageError`, or `RunFailedError` when recomputed weights differ from the
         recorded ones."""
-        self._runner.agree()
+        state = self._log.state
+        if state.step in state.weights_digests or not self._assignments.awaited():
+            self._runner.agree()
         self.let_go()
         self._assignments.assign(may_roll_back=self._is_complete() or not stopping)
         if self._is_complete():

@@ -128,7 +128,8 @@ def check_command(
     json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Memory per stage, bytes per step and expected step time, before anything starts."""
-    from shoal.coordinator.check import HardwareAssumption, check_run, render
+    from shoal.coordinator.check import HardwareAssumption, check_run
+    from shoal.coordinator.check_report import render
 
     spec = load_run_spec(run_file)
     hardware = HardwareAssumption(link_bps=mbit * 1e6)

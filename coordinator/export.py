@@ -20,9 +20,10 @@ from tokenizers import Tokenizer
 
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.protocol.atomic_file import fsync_folder, storage_error
-from shoal.protocol.errors import ConfigError, StorageError
+from shoal.protocol.errors import ConfigError, StorageError, VersionError
 from shoal.protocol.spec import ResolvedRun, parse_spec
 from shoal.protocol.tensors import Fp32, TensorSpec, model_tensors
+from shoal.version import RUN_SPEC_VERSION
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_SHARD_BYTES = 4_000_000_000
@@ -98,7 +99,7 @@ def export_run(
 
 
 def read_run(run_folder: Path) -> ResolvedRun:
-    """The run folder's run.json. Raises `StorageError` or `ConfigError`."""
+    """The run folder's run.json. Raises `StorageError`, `ConfigError` or `VersionError`."""
     path = run_folder / "run.json"
     try:
         raw = json.loads(path.read_bytes())
@@ -108,6 +109,13 @@ def read_run(run_folder: Path) -> ResolvedRun:
         raise storage_error(path, error) from error
     except ValueError as error:
         raise StorageError(f"{path}: damaged ({error}).") from None
+    spec = raw.get("spec") if isinstance(raw, dict) else None
+    version = spec.get("version") if isinstance(spec, dict) else None
+    if isinstance(version, int) and version != RUN_SPEC_VERSION:
+        raise VersionError(
+            f"{path}: run spec version {version}, this release reads {RUN_SPEC_VERSION}. "
+            "Use the release that wrote it; the folder is unchanged."
+        )
     return parse_spec(ResolvedRun, raw, str(path))
 
 

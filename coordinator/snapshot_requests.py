@@ -32,6 +32,8 @@ class SnapshotRequests:
         if self.is_stored(step):
             self.wanted = False
             return
+        if step not in self._log.state.weights_digests:
+            return  # replicas have yet to agree on what is to be stored
         if self._lost_a_request(step):
             self.wanted = True
         if (self.wanted or step % self._every == 0) and self.ask():

@@ -283,7 +283,8 @@ class StepRunner:
 
     def agree(self) -> None:
         """Between steps: replicas must hold the same weights. The majority stands, a tie loses
-        all; then the digests are recorded. Raises as `advance` does."""
+        all; then the digests are recorded. Without a record it takes everybody to vote: call it
+        when nobody is on the way. Raises as `advance` does."""
         step = self._log.state.step
         expected = self._log.state.weights_digests.get(step)
         agreed: list[int | None] = []

@@ -132,8 +132,6 @@ class NodeSession:
             await self._attend(address, holder)
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error)
-            if isinstance(error, VersionError):
-                raise error from None
             return str(error)
         except (VersionError, AdmissionError):
             raise
@@ -145,11 +143,11 @@ class NodeSession:
         """One session, from Hello to its end."""
         membership = self._membership
         self._swarm.epoch = 0
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
+        # A queue of its own: the broken session's call may still wait for an event, and take it.
+        self._outbox = outbox = asyncio.Queue[coordinator_pb2.NodeEvent]()
         async with membership.credentials.channel(address, membership.coordinator) as channel:
             self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-            call = self._stub.Session(self._events(self._hello(holder)))
+            call = self._stub.Session(_events(self._hello(holder), outbox))
             parts = [
                 asyncio.create_task(self._obey_all(call, holder)),
                 asyncio.create_task(self._heartbeat(holder)),
@@ -180,13 +178,6 @@ class NodeSession:
         if held is not None:
             hello.held.CopyFrom(held)
         return coordinator_pb2.NodeEvent(hello=hello)
-
-    async def _events(
-        self, hello: coordinator_pb2.NodeEvent
-    ) -> AsyncIterator[coordinator_pb2.NodeEvent]:
-        yield hello
-        while True:
-            yield await self._outbox.get()
 
     async def _heartbeat(self, holder: StageHolder) -> None:
         interval = self._membership.run.spec.fault.heartbeat_s
@@ -239,3 +230,11 @@ class NodeSession:
             if kind == "step_open":
                 self.waiting_for = ""
             await holder.obey(command, kind)
+
+
+async def _events(
+    hello: coordinator_pb2.NodeEvent, outbox: "asyncio.Queue[coordinator_pb2.NodeEvent]"
+) -> AsyncIterator[coordinator_pb2.NodeEvent]:
+    yield hello
+    while True:
+        yield await outbox.get()

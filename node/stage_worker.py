@@ -7,7 +7,7 @@ so all of them run on one thread, in the order asked for.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from shoal.node.data import TokenSource
 from shoal.node.hardware import Device
 from shoal.node.stage import StageRuntime
 from shoal.protocol.costs import boundary_shape, graphs_that_fit
-from shoal.protocol.ids import MicrobatchId
+from shoal.protocol.ids import MicrobatchId, Step
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.schedule import in_flight_window
 from shoal.protocol.spec import ResolvedRun
@@ -134,7 +134,7 @@ class StageWorker:
             run_id=self.run.run_id,
             run_digest=self.run.digest,
             stage=self.spec.stage,
-            step=step,
+            step=Step(step),
             weights_digest=digest,
         )
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -151,7 +151,9 @@ class StageWorker:
             lambda: self.runtime.begin_step(opened.step, opened.scale_exponent, opened.loss_scale)
         )
 
-    async def ensure_samples(self, step: int, training: list[int], validation: list[int]) -> None:
+    async def ensure_samples(
+        self, step: int, training: Sequence[int], validation: Sequence[int]
+    ) -> None:
         """Fetch the token shards that these microbatches need, where this stage needs tokens."""
         if self.spec.is_first or self.spec.is_last:
             if training:

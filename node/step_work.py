@@ -122,7 +122,8 @@ class StepWork(Generic[P, T]):
         return True
 
     def next_task(self) -> Task | None:
-        """What to compute now, or None when input or credit is missing, the window full or a task runs."""
+        """What to compute now; None when input or credit is missing, the window is full, or a
+        task runs."""
         if self._running is not None:
             return None
         backwards, in_flight = [], []
@@ -197,8 +198,7 @@ class StepWork(Generic[P, T]):
     def queue_depth(self) -> int:
         """Tasks that have their input and wait for the processor."""
         return sum(
-            self._is_ready(slot)
-            or (slot.output_gradient is not None and not slot.backward_done)
+            self._is_ready(slot) or (slot.output_gradient is not None and not slot.backward_done)
             for slot in self._slots.values()
         )
 

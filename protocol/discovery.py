@@ -99,7 +99,8 @@ class _WireRecord(BaseModel):
 
 
 def sign_record(record: PeerRecord, sign: Callable[[bytes], bytes]) -> bytes:
-    """Encode a record; `sign` is `Authority.sign` for a coordinator's, `NodeIdentity.sign` for a node's.
+    """Encode a record. `sign` is `Authority.sign` for a coordinator's, `NodeIdentity.sign` for a
+    node's.
 
     Raises a `ProtocolError` if nobody would accept the result, so mistakes show at their source.
     """

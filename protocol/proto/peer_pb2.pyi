@@ -105,7 +105,7 @@ Global___StateRequest: _TypeAlias = StateRequest  # noqa: Y015
 
 @_typing.final
 class StateChunk(_message.Message):
-    """Chunks of one safetensors file (protocol: node/checkpoint.py writes it)."""
+    """Chunks of one safetensors file (protocol/state_file.py writes it)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -10,13 +10,23 @@ from .harness import ENDLESS, Swarm, spec
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+async def long_lived(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
     """Nodes "n0" to "n3" on two stages, training without end. Exact to its last step, or the
     session fails."""
-    async with Swarm(tmp_path_factory.mktemp("shared"), spec(name="shared", steps=ENDLESS)) as swarm:
+    folder = tmp_path_factory.mktemp("shared")
+    async with Swarm(folder, spec(name="shared", steps=ENDLESS)) as swarm:
         await swarm.start("n0", "n1", "n2", "n3")
+        await swarm.pause()
         yield swarm
         await swarm.stop_and_check()
+
+
+@pytest_asyncio.fixture
+async def shared(long_lived: Swarm) -> AsyncIterator[Swarm]:
+    """The long-lived swarm, paused before and after: every step that it makes must be made once
+    more, to compare."""
+    yield long_lived
+    await long_lived.pause()
 
 
 @pytest.hookimpl(wrapper=True)

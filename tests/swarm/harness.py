@@ -155,9 +155,7 @@ class Swarm:
     async def __aenter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         corpus = self.folder / "corpus.txt"
-        corpus.write_text(
-            "".join(f"{i} {TEXT}" for i in range(120)), encoding="utf-8"
-        )
+        corpus.write_text("".join(f"{i} {TEXT}" for i in range(120)), encoding="utf-8")
         values = {**self.spec, "data": {**self.spec["data"], "source": f"text:{corpus}"}}
         (self.folder / "run.toml").write_text(_toml(values), encoding="utf-8")
         return self
@@ -213,6 +211,7 @@ class Swarm:
 
     def start_coordinator(self) -> Process:
         """`shoal launch`; again for the same folder to resume."""
+        (self.folder / "link").unlink(missing_ok=True)  # nodes started now wait for the new one
         return self._start(
             "coordinator", self.run_folder, "launch", str(self.folder / "run.toml"),
             "--folder", str(self.run_folder), "--link-file", str(self.folder / "link"),
@@ -321,6 +320,18 @@ class Swarm:
         async with httpx.AsyncClient(base_url=self.live.dashboard, timeout=10) as client:
             (await client.post(f"/api/run/{action}", headers=headers)).raise_for_status()
 
+    async def pause(self) -> None:
+        """Until the open step is over and no other is opened."""
+        await self.operate("pause")
+        await self.see(lambda v: v.state == "paused", "the run is paused")
+
+    async def resume(self) -> None:
+        await self.operate("resume")
+
+    async def advance(self, num_steps: int = 3) -> None:
+        """Wait until so many more steps are committed."""
+        await self.committed(self.last_step + num_steps)
+
     async def wait_until(
         self, holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
     ) -> None:
@@ -352,10 +363,12 @@ class Swarm:
 
     async def committed(self, step: int) -> None:
         """Wait until `step` is in the event log."""
-        await self.wait_until(
-            lambda: any(e.step >= step for e in self.events(StepCommitted)),
-            f"step {step} is committed",
-        )
+        await self.wait_until(lambda: self.last_step >= step, f"step {step} is committed")
+
+    @property
+    def last_step(self) -> int:
+        """The highest committed step."""
+        return max((e.step for e in self.events(StepCommitted)), default=0)
 
     def events(self, kind: type[E]) -> list[E]:
         """The log's events of a kind, in order. Also while a coordinator writes it."""
@@ -408,8 +421,13 @@ class Swarm:
                 truth.clip_scale,
             ), f"record of step {record.step}"  # fmt: skip
         for applied in self.events(StepApplied):
-            truth = self.reference.truth(applied.step)
-            assert applied.weights_digests == truth.weights_digests, f"weights of {applied.step}"
+            step = applied.step
+            expected = (
+                self.reference.truth(step).weights_digests
+                if step
+                else self.reference.initial_digests
+            )
+            assert applied.weights_digests == expected, f"weights after step {step}"
         run = self.reference.run
         assert audit(run, records) == (0, 0), "microbatches missing or double"
         assert {r.step for r in records} == set(range(1, records[-1].step + 1)), "steps are lost"
@@ -440,9 +458,8 @@ class Swarm:
         self.coordinator.signal(signal.SIGINT)
         await self.finished()
         self.check_exact(finished=False)
-        step = self.events(StepCommitted)[-1].step
-        self.check_snapshot(step)
-        return step
+        self.check_snapshot(self.last_step)
+        return self.last_step
 
     # ---- the end -------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class StepTruth:
     sums_digests: tuple[int, ...]
     """By stage, as all tuples."""
     weights_digests: tuple[int, ...]
+    """After the step."""
 
 
 class Reference:
@@ -56,11 +57,14 @@ class Reference:
         ]
         for stage in self._stages:
             stage.initialise()
+        self.initial_digests = tuple(stage.weights_digest() for stage in self._stages)
+        """Of the weights at step 0, by stage."""
         self._truths: list[StepTruth] = []
         self._sha256s: list[str] = []
 
     def truth(self, step: int) -> StepTruth:
         """Of step `step`, from 1."""
+        assert step >= 1
         while len(self._truths) < step:
             self._truths.append(self._next_step())
             self._sha256s.append(weights_sha256(self._weights()))

@@ -15,7 +15,6 @@ import torch
 from shoal.compression.codec import CodecContext, WireCodec
 from shoal.compression.registry import parse_boundary
 from shoal.coordinator.dashboard.views import NodeView
-from shoal.coordinator.state import StepCommitted
 from shoal.node.admission import Membership, join
 from shoal.node.links import INCARNATION_METADATA
 from shoal.protocol.errors import (
@@ -211,8 +210,7 @@ async def marks(swarm: Swarm, node: NodeView) -> int:
 
 
 async def test_bad_tensors_are_refused_by_name_and_marked_and_harm_nobody(shared: Swarm) -> None:
-    await shared.operate("pause")  # so that the step to lie about stands still
-    await shared.see(lambda v: v.state == "paused", "the run is paused")
+    # The run is paused, so that the step to lie about stands still.
     hostile = await Hostile.of(shared)
     before = await marks(shared, hostile.me)
 
@@ -233,19 +231,21 @@ async def test_bad_tensors_are_refused_by_name_and_marked_and_harm_nobody(shared
         ),
         f"{expected_marks} marks",
     )
-    await shared.operate("resume")
-    await shared.committed(hostile.step + 5)
+    await shared.resume()
+    await shared.advance()
+    await shared.pause()
     shared.check_exact(finished=False)
     assert await marks(shared, hostile.victim) == 0
     assert await marks(shared, hostile.me) == expected_marks
 
 
 async def test_bad_tensors_between_good_ones_of_an_open_step_change_no_bit(shared: Swarm) -> None:
-    first = shared.events(StepCommitted)[-1].step
+    await shared.resume()
     for spoil, expected in FAULTS.values():
         hostile = await Hostile.of(shared)
         answer = await hostile.send(spoil(*hostile.good()))
         # The step may have moved on meanwhile.
         assert issubclass(answer, expected | WrongStepError)
-    await shared.committed(first + 3)
+    await shared.advance()
+    await shared.pause()
     shared.check_exact(finished=False)

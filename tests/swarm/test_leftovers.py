@@ -45,6 +45,6 @@ async def test_a_killed_nodes_scratch_files_go_when_it_starts_again(tmp_path: Pa
         swarm.start_coordinator()
         for name in ("n0", "n1"):
             swarm.start_node(name)
-        await swarm.committed(3)
+        await swarm.advance()
         await swarm.stop_and_check()
         assert not swarm.temporary_files()

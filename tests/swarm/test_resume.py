@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.state import RolledBack, StepCommitted
+from shoal.coordinator.state import RolledBack
 
 from .harness import ENDLESS, Swarm, spec
 
@@ -20,7 +20,7 @@ async def test_coordinator_killed_in_mid_run_resumes_with_the_nodes_still_there(
         nodes = await swarm.start("n0", "n1", "n2", "n3")
         await swarm.committed(3)
         swarm.kill(swarm.coordinator)
-        done = swarm.events(StepCommitted)[-1].step
+        done = swarm.last_step
         assert all(node.is_running for node in nodes)
 
         swarm.start_coordinator()
@@ -43,7 +43,7 @@ async def test_everything_stopped_and_started_later_ends_with_the_same_bits(
         await swarm.committed(3)
         swarm.coordinator.signal(signal.SIGINT)
         await swarm.finished()
-        stopped = swarm.events(StepCommitted)[-1].step
+        stopped = swarm.last_step
         swarm.check_snapshot(stopped)
 
         swarm.start_coordinator()

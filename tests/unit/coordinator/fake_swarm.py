@@ -662,5 +662,7 @@ class FakeSwarm:
         self.run_until(lambda: self.conductor.state.step >= step)
 
     def finish(self, *, within_s: float = 120.0) -> None:
+        """To the run's end, and until everybody knows."""
         self.run_until(lambda: self.conductor.ended, within_s=within_s)
+        self.settle()
         assert not self.conductor.failed, self.conductor.failed

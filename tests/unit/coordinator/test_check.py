@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.coordinator.check import HardwareAssumption, check_run, render, resolve_vocab_size
+from shoal.coordinator.check import HardwareAssumption, check_run, resolve_vocab_size
+from shoal.coordinator.check_report import render
 from shoal.protocol import costs
 from shoal.protocol.errors import ConfigError
 from shoal.protocol.spec import RunSpec

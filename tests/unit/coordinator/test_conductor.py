@@ -246,6 +246,7 @@ def test_a_stage_lost_for_good_rolls_the_run_back_and_records_are_reproduced() -
     before = dict(swarm.conductor.state.records)
     for node in swarm.at(1):
         node.kill()
+    swarm.settle()
     swarm.pass_time(9)
     assert swarm.conductor.state.step == 5
     assert "has no node that holds step 5" in swarm.conductor.waiting_for
@@ -274,6 +275,7 @@ def test_a_lost_stage_that_nobody_can_take_waits_without_rolling_back() -> None:
     swarm = FakeSwarm(make_run(replicas=1, snapshot_every=50), 2)
     swarm.run_to_step(2)
     swarm.at(1)[0].kill()
+    swarm.settle()
     swarm.pass_time(30)
     assert "rolled_back" not in kinds(swarm)
     assert "give the join link to one more" in swarm.conductor.waiting_for
@@ -324,7 +326,7 @@ def slow_joiner(swarm: FakeSwarm) -> FakeNode:
     joiner.frozen = True
     session = swarm.conductor.sessions[joiner.peer_id]
     while swarm.conductor.state.step < 4:
-        swarm.settle()
+        swarm.settle(lambda: swarm.conductor.state.step >= 4)
         session.last_heard_s = swarm.now_s
         swarm.tick()
     return joiner
@@ -531,7 +533,7 @@ def test_a_run_without_a_stage_stops_without_a_snapshot() -> None:
     swarm.run_to_step(2)
     swarm.at(1)[0].kill()
     swarm.conductor.stop()
-    assert swarm.conductor.ended
+    swarm.run_until(lambda: swarm.conductor.ended, within_s=0)
     assert "rolled_back" not in kinds(swarm)
 
 
@@ -597,14 +599,17 @@ def test_a_coordinator_that_dies_at_any_moment_goes_on_from_its_log(
 
 
 def test_after_a_restart_replicas_must_agree_on_weights_that_were_not_logged() -> None:
-    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50), 6)
+    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50, replicas=3), 6)
     swarm.run_to_step(2)
-    swarm.settle(lambda: swarm.conductor.phase is Phase.BETWEEN or in_step(swarm, 3)())
+    for node in swarm.nodes.values():
+        while node.session is not None and not node.session.outbox.empty():
+            node.obey()  # it applies step 2, but nobody hears of it
     swarm.restart()
+    assert 2 not in swarm.conductor.state.weights_digests
     liar = next(n for n in swarm.nodes.values() if n.step == 2)
     liar.weights ^= 1
     swarm.finish()
-    assert "differ from the other replicas'" in lines(swarm) or "the run's are" in lines(swarm)
+    assert "differ from the other replicas'" in lines(swarm)
     assert_undisturbed(swarm)
 
 
@@ -861,9 +866,16 @@ def test_a_node_that_fails_three_times_is_let_go() -> None:
     swarm.run_until(in_step(swarm))
     node = swarm.at(0)[0]
     for _ in range(3):
+        swarm.run_until(
+            lambda: (
+                node.current is not None
+                and node.incarnation == swarm.conductor.sessions[node.peer_id].incarnation
+            )
+        )
         node.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "out of memory")
-        swarm.run_until(lambda: node.done is not None or (node.incarnation and not node.events))
-        swarm.run_until(lambda: node.done is not None or node.current is not None)
+        while node.events:
+            node.report()
+    swarm.run_until(lambda: node.done is not None)
     assert node.done is not None
     assert "failed 3 times: FakeError: out of memory" in node.done
     swarm.finish()

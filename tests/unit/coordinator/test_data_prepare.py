@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""From text to a run folder's tokenizer and shards, through the cache and around damage."""
+
 import errno
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Token shards: encoding, the split, content addresses, and what the store serves."""
+
 import hashlib
 from pathlib import Path
 

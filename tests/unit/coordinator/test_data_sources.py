@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Text sources by name, and what is said when one is missing or broken."""
+
 import json
 import sys
 import sysconfig

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: trained, bytes, and loaded from a folder."""
+
 import json
 from pathlib import Path
 

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A node's samples: cached shards, and windows read across their edges."""
+
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator

@@ -14,13 +14,7 @@ from shoal.node.reduce import ReduceOutcome, all_reduce, slice_bounds
 from shoal.node.reduce_inbox import ReduceInbox
 from shoal.protocol.errors import (
     ChecksumError,
-    MalformedFrameError,
     NumericOverflowError,
-    ProtocolError,
-    ReduceMismatchError,
-    WrongLeaseError,
-    WrongRunError,
-    WrongShapeError,
     WrongStepError,
 )
 from shoal.protocol.ids import Incarnation
@@ -59,6 +53,7 @@ class Network:
         self._held: dict[tuple[int, int, int], asyncio.Event] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.sent: dict[asyncio.Future[None], Incarnation] = {}
+        self._pushed = asyncio.Event()
 
     def push_of(
         self, sender: Incarnation
@@ -68,6 +63,7 @@ class Network:
         ) -> "asyncio.Future[None]":
             acknowledged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.sent[acknowledged] = to
+            self._pushed.set()
             if to in self.gone:
                 acknowledged.cancel()
             else:
@@ -130,6 +126,12 @@ class Network:
             push=self.push_of(inc(who)),
         )
 
+    async def pushed(self, count: int) -> None:
+        """Returns once so many slices are on their way, or were."""
+        while len(self.sent) < count:
+            self._pushed.clear()
+            await asyncio.wait_for(self._pushed.wait(), 20)
+
     async def settle(self) -> None:
         await asyncio.gather(*self.tasks)
 
@@ -137,12 +139,6 @@ class Network:
 async def turns(count: int = 200) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-async def until_threads_are_done() -> None:
-    """`all_reduce` copies in a thread; one round trip through the same pool comes after it."""
-    await asyncio.to_thread(lambda: None)
-    await turns(5)
 
 
 def random_sums(members: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
@@ -279,13 +275,15 @@ async def test_cancelled_round_leaves_no_trace_and_the_next_one_counts() -> None
     network = Network(10, 3)
     sums = random_sums(3, 10)
     before = [s.clone() for s in sums]
-    first = [asyncio.create_task(network.reduce(i, sums[i - 1], [1, 2, 3])) for i in (1, 2)]
-    await until_threads_are_done()
+    first = [asyncio.create_task(network.reduce(i, sums[i - 1], [3, 1, 2])) for i in (1, 2)]
+    await network.pushed(4)
     await turns()
     assert not any(task.done() for task in first)  # 3 is dead
+    assert network.inboxes[inc(1)]._round.arrived
     for task in first:
         task.cancel()
     await asyncio.gather(*first, return_exceptions=True)
+    assert not network.inboxes[inc(1)]._round.arrived
     network.lose(inc(3))
     assert all(torch.equal(a, b) for a, b in zip(sums, before, strict=True))
     second = [network.reduce(i, sums[i - 1], [1, 2], round=2) for i in (1, 2)]
@@ -299,163 +297,10 @@ async def test_what_is_sent_does_not_follow_the_accumulator() -> None:
     expected = sums[0] + sums[1]
     network.hold(1, 2, PARTIAL)
     one = asyncio.create_task(network.reduce(1, sums[0], [1, 2]))
-    await until_threads_are_done()
     two = asyncio.create_task(network.reduce(2, sums[1], [1, 2]))
-    await until_threads_are_done()
+    await network.pushed(2)
     sums[0].zero_()
     sums[1].zero_()
     network.release()
     for outcome in await asyncio.wait_for(asyncio.gather(one, two), 20):
         assert torch.equal(outcome.totals, expected)
-
-
-# ---- the inbox ---------------------------------------------------------------------------
-
-
-def slice_header(
-    sender: int = 2, *, direction: types_pb2.Direction.ValueType = PARTIAL, index: int = 0,
-    numel: int = 3, **changes: object,
-) -> types_pb2.TensorHeader:  # fmt: skip
-    key = key_of(sender)
-    key.direction, key.microbatch = direction, index
-    made = types_pb2.TensorHeader(
-        key=key, codec="raw", dtype=types_pb2.DTYPE_INT64, shape=[numel], payload_bytes=8 * numel
-    )
-    for name, value in changes.items():
-        if name == "shape":
-            del made.shape[:]
-            made.shape.extend(value)  # type: ignore[arg-type]  # a test's tuple
-        else:
-            setattr(made.key if hasattr(made.key, name) else made, name, value)
-    return made
-
-
-def received(header: types_pb2.TensorHeader) -> ReceivedTensor:
-    return ReceivedTensor(header, bytes(8 * header.shape[0]))
-
-
-def inbox_in_round(round: int = 1) -> ReduceInbox:
-    """Six elements between incarnations 1 (this) and 2."""
-    inbox = ReduceInbox(RUN, 0, 6, COMMITTED)
-    inbox.open_round((COMMITTED + 1, 0, round), {(PARTIAL, 0, inc(2)): 3, (TOTAL, 1, inc(2)): 3})
-    return inbox
-
-
-@pytest.mark.parametrize(
-    ("header", "sender", "error"),
-    [
-        (slice_header(run_id="other"), member(2), WrongRunError),
-        (slice_header(direction=types_pb2.DIRECTION_FORWARD), member(2), MalformedFrameError),
-        (slice_header(), member(2, stage=1), WrongLeaseError),
-        (slice_header(stage=1), member(2), WrongLeaseError),
-        (slice_header(step=COMMITTED), member(2), WrongStepError),
-        (slice_header(step=COMMITTED + 3), member(2), WrongStepError),
-        (slice_header(shape=(7,)), member(2), WrongShapeError),
-        (slice_header(shape=(1, 3)), member(2), WrongShapeError),
-        (slice_header(shape=()), member(2), WrongShapeError),
-        (slice_header(dtype=types_pb2.DTYPE_FLOAT32), member(2), WrongShapeError),
-        # Held against the manifest of the open round:
-        (slice_header(numel=2), member(2), WrongShapeError),
-        (slice_header(index=1), member(2), ReduceMismatchError),
-        (slice_header(sender=3), member(3), ReduceMismatchError),
-        (slice_header(round=0), member(2), WrongStepError),
-    ],
-)
-async def test_whatever_the_plan_does_not_allow_is_refused_by_name(
-    header: types_pb2.TensorHeader, sender: types_pb2.Member, error: type[ProtocolError]
-) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        inbox_in_round().admit(header, sender)
-    assert type(caught.value) is error
-
-
-async def test_slice_is_a_duplicate_even_after_its_use() -> None:
-    inbox = inbox_in_round()
-    assert await inbox.take(received(slice_header()))
-    assert not await inbox.take(received(slice_header()))
-    await inbox.get((PARTIAL, 0, inc(2)))
-    assert not await inbox.take(received(slice_header()))
-    assert not inbox._round.arrived
-
-
-async def test_early_slice_waits_in_its_stream_until_its_round_opens() -> None:
-    inbox = inbox_in_round(round=1)
-    assert inbox.admit(slice_header(round=2, numel=6), member(2)) == 48  # not known better yet
-    taking = asyncio.create_task(inbox.take(received(slice_header(round=2))))
-    await turns(5)
-    assert not taking.done()
-    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(2)): 3})
-    assert await taking
-    assert await inbox.get((PARTIAL, 0, inc(2))) == bytes(24)
-
-
-async def test_early_slice_of_wrong_length_is_its_senders_fault() -> None:
-    inbox = inbox_in_round(round=1)
-    taking = asyncio.create_task(inbox.take(received(slice_header(round=2, numel=6))))
-    await turns(5)
-    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(2)): 3})
-    with pytest.raises(WrongShapeError):
-        await taking
-
-
-@pytest.mark.parametrize(
-    ("instead", "error"),
-    [
-        (lambda inbox: inbox.open_round((COMMITTED + 1, 1, 1), {}), WrongStepError),
-        (lambda inbox: inbox.close_step(COMMITTED + 1), WrongStepError),
-        (lambda inbox: inbox.close(), WrongLeaseError),
-    ],
-)
-async def test_early_slice_is_refused_when_its_round_never_comes(
-    instead: Callable[[ReduceInbox], None], error: type[ProtocolError]
-) -> None:
-    inbox = inbox_in_round(round=1)
-    taking = asyncio.create_task(inbox.take(received(slice_header(round=2))))
-    await turns(5)
-    instead(inbox)
-    with pytest.raises(error):
-        await taking
-
-
-async def test_late_slices_of_an_old_round_are_refused_and_kept_nowhere() -> None:
-    inbox = inbox_in_round(round=1)
-    await inbox.take(received(slice_header()))
-    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(2)): 3})
-    with pytest.raises(WrongStepError):
-        inbox.admit(slice_header(), member(2))
-    with pytest.raises(WrongStepError):
-        await inbox.take(received(slice_header()))
-    assert not inbox._round.arrived
-    assert not inbox._round.seen
-
-
-async def test_ended_round_takes_no_more_and_frees_what_it_had() -> None:
-    inbox = inbox_in_round()
-    await inbox.take(received(slice_header()))
-    inbox.end_round((COMMITTED + 1, 0, 1))
-    assert not inbox._round.arrived
-    assert not await inbox.take(received(slice_header()))
-    with pytest.raises(WrongStepError, match="cancelled"):
-        await inbox.take(received(slice_header(direction=TOTAL, index=1)))
-
-
-async def test_ending_an_older_round_does_not_touch_the_open_one() -> None:
-    inbox = inbox_in_round(round=2)
-    await inbox.take(received(slice_header(round=2)))
-    inbox.end_round((COMMITTED + 1, 0, 1))
-    assert await inbox.get((PARTIAL, 0, inc(2))) == bytes(24)
-
-
-async def test_flood_of_slices_takes_no_memory_and_nobodys_room() -> None:
-    inbox = inbox_in_round(round=1)
-    flood = [
-        asyncio.create_task(inbox.take(received(slice_header(sender=2, round=r))))
-        for r in range(3, 60)
-    ]
-    await turns(5)
-    assert not inbox._round.arrived
-    inbox.open_round((COMMITTED + 1, 0, 2), {(PARTIAL, 0, inc(7)): 3})
-    assert await inbox.take(received(slice_header(sender=7, round=2)))
-    inbox.close()
-    results = await asyncio.gather(*flood, return_exceptions=True)
-    assert {type(result) for result in results} == {WrongLeaseError}

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random orders, losses, duplicates, silences, joins and restarts: nothing is counted twice or
+lost, every record is the undisturbed run's, and whatever waits goes on when its cause ends."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.coordinator.run_view import ConductorView
+from shoal.protocol.ids import Incarnation
+from shoal.protocol.proto import coordinator_pb2 as pb
+
+from .fake_swarm import FakeNode, FakeSwarm, Reference, make_run, reference
+
+STEPS = 3
+_MAX_NODES = 8
+
+ORDER, TIME, DISTURB = range(3)
+
+disturbances: dict[str, Callable[[FakeSwarm, FakeNode], object]] = {
+    "lose the process": lambda swarm, node: node.kill(),
+    "lose the connection": lambda swarm, node: node.drop(),
+    "fall silent": lambda swarm, node: setattr(node, "frozen", True),
+    "wake up": lambda swarm, node: setattr(node, "frozen", False),
+    "join": lambda swarm, node: swarm.join() if len(swarm.nodes) < _MAX_NODES else None,
+    "join again": lambda swarm, node: (node.detach(), node.attach()) if node.session else None,
+    "say farewell": lambda swarm, node: node.say(farewell=pb.Farewell(reason="bedtime")),
+    "say it twice": lambda swarm, node: node.events.extend(list(node.events)[:1]),
+    "fail": lambda swarm, node: node.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "out of memory"),
+    "find bad numbers": lambda swarm, node: node.trouble(pb.TROUBLE_KIND_NUMBERS, "NaN"),
+    "not reach somebody": lambda swarm, node: node.trouble(
+        pb.TROUBLE_KIND_PEER_UNREACHABLE, "timeout", peer_incarnation=max(node.members, default=0)
+    ),
+    "restart the coordinator": lambda swarm, node: swarm.restart(lose_soft=True),
+    "pause": lambda swarm, node: swarm.conductor.pause(),
+    "resume": lambda swarm, node: swarm.conductor.resume(),
+    "take a snapshot": lambda swarm, node: swarm.conductor.take_snapshot(),
+    "let time pass": lambda swarm, node: swarm.pass_time(6),
+}
+
+
+def check(swarm: FakeSwarm, expected: Reference, records_before: int) -> int:
+    """Holds at every moment. Returns how many records there are."""
+    conductor = swarm.conductor
+    assert not conductor.failed
+    records = conductor.state.records
+    assert len(records) >= records_before
+    for step, record in records.items():
+        assert record.sums_digests == expected.sums[step]
+        for parts in record.contributions:
+            ids = sorted(m for ids in parts.values() for m in ids)
+            assert ids == list(range(swarm.run.spec.batch.microbatches))
+    assert all(w == expected.weights[s] for s, w in conductor.state.weights_digests.items())
+    incarnations = [s.incarnation for s in conductor.sessions.values() if s.incarnation]
+    assert len(incarnations) == len(set(incarnations))
+    return len(records)
+
+
+def do(swarm: FakeSwarm, kind: int, choice: int) -> None:
+    actions = swarm.actions()
+    if kind == DISTURB and swarm.nodes:
+        names = list(disturbances)
+        node = list(swarm.nodes.values())[choice % len(swarm.nodes)]
+        disturbances[names[choice // len(swarm.nodes) % len(names)]](swarm, node)
+    elif kind == ORDER and actions:
+        actions[choice % len(actions)]()
+    else:
+        swarm.tick()
+
+
+def bring_to_an_end(swarm: FakeSwarm) -> None:
+    """Whatever kept the run waiting is taken away: then it has to finish."""
+    for node in swarm.nodes.values():
+        node.frozen = False
+    for _ in range(4):
+        swarm.conductor.resume()
+        while sum(node.done is None for node in swarm.nodes.values()) < 2 * swarm.num_stages:
+            swarm.join()
+        try:
+            swarm.finish(within_s=60)
+        except AssertionError:
+            # Nodes that said farewell, or were let go, may be missing once more.
+            assert swarm.conductor.waiting_for
+            continue
+        return
+    raise AssertionError(f"still waiting: {swarm.conductor.waiting_for}")
+
+
+events = st.tuples(
+    st.sampled_from([ORDER] * 12 + [TIME, DISTURB]), st.integers(min_value=0, max_value=1 << 16)
+)
+shapes = st.fixed_dictionaries(
+    {
+        "stages": st.integers(1, 3),
+        "microbatches": st.integers(1, 4),
+        "snapshot_every": st.sampled_from([1, 2, 9]),
+        "validation_every": st.integers(0, 2),
+        "min_nodes": st.integers(0, 1),
+    }
+)
+
+
+def run_case(shape: dict[str, int], script: list[tuple[int, int]]) -> None:
+    run = make_run(steps=STEPS, **shape)
+    expected, records = reference(run), 0
+    swarm = FakeSwarm(run, 2 * run.spec.pipeline.stages)
+    for kind, choice in script:
+        if swarm.conductor.ended:
+            break
+        do(swarm, kind, choice)
+        records = check(swarm, expected, records)
+    bring_to_an_end(swarm)
+    check(swarm, expected, records)
+    assert swarm.conductor.state.step == STEPS
+    view = ConductorView(swarm.conductor, lambda: "link").view()
+    assert (view.state, view.steps_lost) == ("finished", 0)
+    assert (view.microbatches_missing, view.microbatches_double) == (0, 0)
+    assert Incarnation(0) not in swarm.conductor.state.peers
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shape=shapes, script=st.lists(events, max_size=250))
+def test_no_order_of_events_loses_or_repeats_anything(
+    shape: dict[str, int], script: list[tuple[int, int]]
+) -> None:
+    run_case(shape, script)
+
+
+@pytest.mark.full
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shape=shapes, script=st.lists(events, min_size=50, max_size=400))
+def test_no_order_of_events_loses_or_repeats_anything_in_thousands_of_cases(
+    shape: dict[str, int], script: list[tuple[int, int]]
+) -> None:
+    run_case(shape, script)

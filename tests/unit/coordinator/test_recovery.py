@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where state comes from, when to wait and when to roll back, and what people are told."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.coordinator.recovery import (
+    JOIN_DEADLINE_S,
+    LostStage,
+    Readiness,
+    join_deadline_s,
+    keepable,
+    lost_stages,
+    obstacle,
+    rollback_target,
+    source,
+)
+from shoal.coordinator.state import RunState
+from shoal.protocol.ids import Stage
+from shoal.protocol.proto import coordinator_pb2 as pb
+
+from .test_state import committed
+
+STATE = RunState(
+    step=3, highest_step=3, records={3: committed(3, sums_digests=(30, 31))},
+    weights_digests={3: (300, 301)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("held", "stage"),
+    [
+        (pb.HeldState(stage=1, step=3, weights_digest=301), 1),
+        (pb.HeldState(stage=1, step=3, weights_digest=300), None),
+        (pb.HeldState(stage=2, step=3, weights_digest=301), None),
+        (pb.HeldState(stage=1, step=2, weights_digest=1), None),
+        (pb.HeldState(stage=1, step=4, weights_digest=1), None),
+        (pb.HeldState(stage=1, step=2, has_prepared=True, prepared_digest=31), 1),
+        (pb.HeldState(stage=1, step=2, has_prepared=True, prepared_digest=30), None),
+        (pb.HeldState(stage=1, step=1, has_prepared=True, prepared_digest=31), None),
+        (None, None),
+    ],
+)
+def test_a_returning_node_keeps_only_the_runs_state(
+    held: pb.HeldState | None, stage: int | None
+) -> None:
+    assert keepable(held, STATE, 2) == stage
+
+
+def test_weights_that_were_not_recorded_are_kept_until_replicas_have_agreed() -> None:
+    held = pb.HeldState(stage=0, step=3, weights_digest=1)
+    assert keepable(held, replace(STATE, weights_digests={}), 2) == 0
+
+
+def test_the_nearest_source_is_taken() -> None:
+    assert source(has_donor=True, step=4, complete_steps=[4]) == pb.STATE_SOURCE_PEER
+    assert source(has_donor=False, step=4, complete_steps=[4]) == pb.STATE_SOURCE_SNAPSHOT
+    assert source(has_donor=False, step=0, complete_steps=[]) == pb.STATE_SOURCE_INIT
+    assert source(has_donor=False, step=4, complete_steps=[2]) is None
+
+
+def test_a_rollback_goes_to_the_newest_snapshot_before_the_step() -> None:
+    assert rollback_target([2, 4, 9], 7) == 4
+    assert rollback_target([4], 4) == 0
+    assert rollback_target([], 7) == 0
+
+
+LOST = LostStage(Stage(1), has_source=False, is_kept=False, is_taken=True)
+
+
+@pytest.mark.parametrize(
+    ("lost", "lost_for_s", "decision"),
+    [
+        (LOST, 9.9, "wait"),
+        (LOST, 10.0, "roll back"),
+        (replace(LOST, is_taken=False), 60.0, "go on"),
+        (replace(LOST, is_kept=True), 60.0, "go on"),
+        (replace(LOST, has_source=True), 60.0, "go on"),
+    ],
+)
+def test_a_lost_stage_waits_for_its_holders_before_the_run_rolls_back(
+    lost: LostStage, lost_for_s: float, decision: str
+) -> None:
+    assert lost_stages([lost], step=3, lost_for_s=lost_for_s) == decision
+
+
+def test_at_the_beginning_nothing_can_be_lost() -> None:
+    assert lost_stages([LOST], step=0, lost_for_s=60.0) == "go on"
+
+
+def test_who_has_to_copy_again_gets_twice_the_time() -> None:
+    assert [join_deadline_s(n) / JOIN_DEADLINE_S for n in (0, 1, 2, 3)] == [1, 1, 2, 4]
+    assert join_deadline_s(1000) == 32 * JOIN_DEADLINE_S
+
+
+READY = Readiness(
+    state=RunState(step=3, highest_step=3, snapshot_step=2),
+    holders={Stage(0): 1, Stage(1): 1}, wanted=4, copying={}, awaited=[], last_leaving=[],
+    lost_for_s=None,
+)  # fmt: skip
+NEW = RunState()
+NO_1 = {Stage(0): 1, Stage(1): 0}
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        (replace(READY, state=replace(READY.state, paused="because")), "because; resume it with"),
+        (replace(READY, holders=NO_1), "stage 1 needs a node; give the join link"),
+        (replace(READY, holders=NO_1, copying={"fox": Stage(1)}), "fox is getting its state"),
+        (replace(READY, holders=NO_1, copying={"fox": Stage(0)}), "give the join link"),
+        (replace(READY, holders=NO_1, lost_for_s=3.0), "have 10 s to come back"),
+        (replace(READY, holders=NO_1, lost_for_s=30.0), "goes on from snapshot 2"),
+        (replace(READY, last_leaving=[("fox", Stage(1))]), "fox, the last node of stage 1, leaves"),
+        (replace(READY, awaited=["fox"]), "fox is getting the state of its stage"),
+        (replace(READY, state=NEW), "2 of 4 nodes are ready for the first step"),
+    ],
+)
+def test_what_keeps_the_next_step_from_opening_is_said(facts: Readiness, part: str) -> None:
+    assert part in obstacle(facts)
+
+
+def test_nothing_keeps_a_covered_run_from_going_on() -> None:
+    assert obstacle(READY) == ""
+    assert obstacle(replace(READY, state=replace(NEW, attempt=1))) == ""

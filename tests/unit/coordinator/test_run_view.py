@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people see of a run: honest counts, honest states."""
+
+import pytest
+
+from shoal.coordinator.dashboard.views import NodeView, RunView
+from shoal.coordinator.run_view import ConductorView, audit, stage_parts, steps_lost, tokens_per_s
+from shoal.coordinator.state import RunState
+from shoal.coordinator.step_runner import Phase
+from shoal.protocol.ids import PeerId
+
+from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .test_conductor import in_step, say_farewell
+from .test_state import committed
+
+
+def look(swarm: FakeSwarm) -> RunView:
+    return ConductorView(swarm.conductor, lambda: "link").view()
+
+
+def seen(swarm: FakeSwarm, node: FakeNode) -> NodeView:
+    (view,) = (n for n in look(swarm).nodes if n.peer_id == node.peer_id)
+    return view
+
+
+def test_a_finished_run_shows_all_its_steps_and_nothing_lost() -> None:
+    swarm = FakeSwarm(make_run(steps=5), 4)
+    swarm.finish()
+    view = look(swarm)
+    assert (view.state, view.step, view.total_steps) == ("finished", 5, 5)
+    assert [point.step for point in view.history] == [1, 2, 3, 4, 5]
+    assert (view.steps_lost, view.microbatches_missing, view.microbatches_double) == (0, 0, 0)
+    assert sum(n.contributed_microbatches for n in view.nodes) == 5 * 4 * 2
+    assert sum(n.contributed_share for n in view.nodes) == pytest.approx(1)
+    assert view.weights_digest == swarm.conductor.state.weights_sha256
+    assert view.join_link is None
+    assert {n.state for n in view.nodes} == {"left"}
+
+
+def test_the_states_of_a_run_in_their_order() -> None:
+    swarm = FakeSwarm(make_run(steps=6), 3)
+    swarm.settle()
+    assert look(swarm).state == "waiting"
+    swarm.join()
+    swarm.run_until(in_step(swarm))
+    assert look(swarm).state == "training"
+    swarm.conductor.pause()
+    assert look(swarm).state == "training"  # until the step is over
+    swarm.settle()
+    assert look(swarm).state == "paused"
+    swarm.conductor.resume()
+    swarm.conductor.stop()
+    swarm.run_until(lambda: swarm.conductor.stopping)
+    assert look(swarm).state == "draining"
+    swarm.run_until(lambda: swarm.conductor.ended)
+    view = look(swarm)
+    assert view.state == "paused"  # "finished" would say that all steps are done
+    assert "launch it again" in view.waiting_for
+
+
+def test_a_failed_run_says_so() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.store.capacity_bytes = 1
+    swarm.settle()
+    swarm.run_until(lambda: swarm.conductor.ended)
+    assert look(swarm).state == "failed"
+    assert "full" in look(swarm).waiting_for
+
+
+def test_a_run_that_has_ended_has_no_clock_any_more() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    view = ConductorView(swarm.conductor, lambda: "link")
+    swarm.finish()
+    ended_s = view.view().now_s
+    swarm.pass_time(100)
+    assert view.view().now_s == ended_s
+
+
+def test_a_lost_node_is_fenced_one_that_took_its_leave_has_left() -> None:
+    swarm = FakeSwarm(make_run(steps=8), 4)
+    swarm.run_until(in_step(swarm))
+    lost, leaver = swarm.at(0)[0], swarm.at(1)[0]
+    before = {n.peer_id: (n.incarnation, n.stage) for n in look(swarm).nodes}
+    lost.kill()
+    say_farewell(leaver)
+    swarm.run_until(lambda: leaver.done is not None)
+    for node, state in ((lost, "fenced"), (leaver, "left")):
+        view = seen(swarm, node)
+        assert view.state == state
+        assert (view.incarnation, view.stage) == before[node.peer_id]
+        assert view.contributed_microbatches > 0
+    assert sorted(n.peer_id for s in look(swarm).stages for n in s.nodes) == sorted(
+        set(swarm.nodes) - {lost.peer_id, leaver.peer_id}
+    )
+
+
+def test_a_node_the_operator_sent_away_has_left() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    node = swarm.at(0)[0]
+    swarm.conductor.dismiss(node.peer_id)
+    assert seen(swarm, node).state == "left"
+
+
+def test_a_nodes_states_from_joining_to_training() -> None:
+    swarm = FakeSwarm(make_run(min_nodes=3), 2)
+    joiner = swarm.join()
+    assert seen(swarm, joiner).state == "copying"
+    swarm.run_until(lambda: swarm.conductor.sessions[joiner.peer_id].state == "ready")
+    assert seen(swarm, joiner).state in ("ready", "training")
+    swarm.run_until(lambda: swarm.conductor.phase is Phase.STEP)
+    assert seen(swarm, joiner).state == "training"
+    late = swarm.join()
+    assert seen(swarm, late).state == "joining"
+
+
+def test_five_quick_rejoins_are_one_node_whose_counts_add_up() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_to_step(2)
+    node = swarm.at(0)[0]
+    for _ in range(5):
+        node.detach()
+        node.attach()
+        assert len(look(swarm).nodes) == 4
+    swarm.finish()
+    view = look(swarm)
+    assert len(view.nodes) == 4
+    assert sum(n.contributed_microbatches for n in view.nodes) == 4 * 4 * 2
+    assert (view.microbatches_missing, view.microbatches_double) == (0, 0)
+
+
+def test_recomputed_steps_are_counted_once() -> None:
+    swarm = FakeSwarm(make_run(snapshot_every=50), 4)
+    swarm.run_to_step(3)
+    for node in swarm.at(1):
+        node.kill()
+    swarm.finish()
+    view = look(swarm)
+    assert any(event.kind == "rolled_back" for event in view.events)
+    assert sum(n.contributed_microbatches for n in view.nodes) == 4 * 4 * 2
+    assert len(view.history) == 4
+
+
+def test_a_hole_in_the_log_is_a_lost_step() -> None:
+    state = RunState(step=4, highest_step=4, records={s: committed(s) for s in (1, 2, 4)})
+    assert steps_lost(state) == 1
+
+
+def test_what_is_missing_or_double_in_a_record_is_counted() -> None:
+    run = make_run()
+    complete = {1: (0, 1), 2: (2, 3)}
+    record = committed(1, contributions=(complete, {3: (0, 1), 4: (1, 2)}))
+    assert audit(run, [record]) == (1, 1)
+
+
+def test_speed_is_tokens_over_seconds() -> None:
+    assert tokens_per_s([committed(1), committed(2, seconds=6.0)]) == 8.0
+    assert tokens_per_s([]) == 0.0
+
+
+def test_stages_are_described_in_words() -> None:
+    run = make_run(stages=3)
+    assert [stage_parts(run.stage(s)) for s in range(3)] == [
+        ("0", "embedding + layer 0"),
+        ("1", "layer 1"),
+        ("2", "layer 2 + head"),
+    ]
+
+
+async def test_who_waits_for_a_change_hears_of_it() -> None:
+    swarm = FakeSwarm(make_run())
+    view = ConductorView(swarm.conductor, lambda: "link")
+    before = swarm.conductor.version
+    swarm.join()
+    assert await view.changed(before) > before
+
+
+async def test_the_operators_levers_reach_the_conductor() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    view = ConductorView(swarm.conductor, lambda: "link")
+    swarm.run_until(in_step(swarm))
+    await view.pause()
+    assert swarm.conductor.state.paused is not None
+    await view.resume()
+    assert swarm.conductor.state.paused is None
+    await view.dismiss(swarm.at(0)[0].peer_id)
+    with pytest.raises(LookupError):
+        await view.dismiss(PeerId("nobody"))
+    await view.snapshot()
+    await view.stop()
+    swarm.run_until(lambda: swarm.conductor.ended)
+    assert swarm.snapshots.complete
+    assert await view.join_link() == "link"

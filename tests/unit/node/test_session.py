@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's session against a real gRPC server: refusals, breaks, farewells, renewal."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from cryptography import x509
+
+from shoal.node import certificate, session
+from shoal.node.admission import Membership
+from shoal.node.certificate import keep_renewed, renewal_wait_s
+from shoal.node.hardware import Device
+from shoal.node.session import NodeSession
+from shoal.node.swarm_view import SwarmView
+from shoal.protocol.authority import Authority
+from shoal.protocol.errors import VersionError
+from shoal.protocol.identity import NodeIdentity, TlsKey
+from shoal.protocol.ids import PeerId
+from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc
+from shoal.protocol.rpc import (
+    Credentials,
+    abort_with,
+    create_server,
+    peer_id_from_context,
+    serve_secure,
+)
+
+DEVICE = Device(torch.device("cpu"), "test", 1, 1.0, "fp32", 1)
+Events = AsyncIterable[coordinator_pb2.NodeEvent]
+Script = Callable[[Events, Any], AsyncIterator[coordinator_pb2.Command]]
+
+
+def dismiss(reason: str) -> coordinator_pb2.Command:
+    return coordinator_pb2.Command(dismiss=coordinator_pb2.Dismiss(reason=reason))
+
+
+class Holder:
+    """Stands for the stage holder."""
+
+    member = None
+    microbatches_per_s = 0.0
+
+    def __init__(self) -> None:
+        self.detached = 0
+
+    def held(self) -> coordinator_pb2.HeldState | None:
+        return coordinator_pb2.HeldState(stage=1, step=7) if self.detached else None
+
+    async def detach(self) -> None:
+        self.detached += 1
+
+
+class Servicer(coordinator_pb2_grpc.CoordinatorServicer):
+    """One script for each session, in turn."""
+
+    def __init__(self, world: "World", *scripts: Script) -> None:
+        self._world = world
+        self._scripts = list(scripts)
+        self.leaves: list[int] = []
+
+    async def Session(self, request_iterator: Events, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        pem = context.auth_context()["x509_pem_cert"][0]
+        self.leaves.append(x509.load_pem_x509_certificate(pem).serial_number)
+        async for command in self._scripts.pop(0)(request_iterator, context):
+            yield command
+
+    async def Renew(self, request: coordinator_pb2.RenewRequest, context: Any) -> Any:
+        leaf, expires_s = self._world.authority.issue_leaf(
+            request.tls_key, peer_id_from_context(context), 3600, time.time()
+        )
+        return coordinator_pb2.RenewReply(certificate=leaf, expires_s=expires_s)
+
+
+class World:
+    """An authority, a coordinator and a node with certificates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority.load_or_create(folder / "keys")
+        self.coordinator = NodeIdentity.load_or_create(folder / "keys")
+        self.node = NodeIdentity.load_or_create(folder / "node")
+        self.reports: list[str] = []
+
+    def credentials(self, peer_id: PeerId, key: TlsKey, lifetime_s: float) -> Credentials:
+        leaf, _ = self.authority.issue_leaf(key.spki_der, peer_id, lifetime_s, time.time())
+        return Credentials(
+            private_key_pem=key.private_pem,
+            leaf_pem=leaf,
+            authority_pem=self.authority.certificate_pem,
+        )
+
+    async def serve(self, servicer: Servicer) -> tuple[grpc.aio.Server, str]:
+        server = create_server()
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
+        credentials = self.credentials(self.coordinator.peer_id, TlsKey.generate(), 3600)
+        port = serve_secure(server, "127.0.0.1:0", credentials.server_credentials())
+        await server.start()
+        return server, f"127.0.0.1:{port}"
+
+    def membership(self, address: str, *, lifetime_s: float = 3600) -> Membership:
+        key = TlsKey.generate()
+        run: Any = SimpleNamespace(
+            run_id="run-00000000", spec=SimpleNamespace(fault=SimpleNamespace(heartbeat_s=60.0))
+        )
+        return Membership(
+            run=run,
+            credentials=self.credentials(self.node.peer_id, key, lifetime_s),
+            coordinator=self.coordinator.peer_id,
+            session_address=address,
+            discovery_peers=(),
+            certificate_expires_s=int(time.time() + lifetime_s),
+            tls_key=key,
+        )
+
+    def session(
+        self, membership: Membership, *, found: str | None = None, grace_s: float = 30.0
+    ) -> NodeSession:
+        async def look() -> list[str]:
+            return [found] if found else []
+
+        async def rejoin() -> None:
+            raise AssertionError("not expired")
+
+        finder: Any = SimpleNamespace(addresses=list, num_discovered=0, session_addresses=look)
+        return NodeSession(
+            membership, device=DEVICE, address="127.0.0.1:7", swarm=SwarmView(), finder=finder,
+            bytes_received=lambda: 0, rejoin=rejoin, report=self.reports.append, grace_s=grace_s,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(session, "RETRY_LIMIT_S", 0.01)
+    return World(tmp_path)
+
+
+async def test_another_protocol_version_at_hello_ends_the_node(world: World) -> None:
+    async def refuse(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        await anext(aiter(events))
+        await abort_with(context, VersionError("version 2 can't attach to version 1; install 0.2"))
+        yield coordinator_pb2.Command()
+
+    server, address = await world.serve(Servicer(world, refuse))
+    with pytest.raises(VersionError, match="version 2 can't attach to version 1"):
+        await world.session(world.membership(address)).keep(Holder())  # type: ignore[arg-type]
+    await server.stop(0)
+
+
+async def test_a_broken_session_is_attached_again_with_what_is_held(world: World) -> None:
+    hellos: list[coordinator_pb2.Hello] = []
+
+    async def vanish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        hellos.append((await anext(aiter(events))).hello)
+        yield coordinator_pb2.Command(wait=coordinator_pb2.Wait(reason="waiting: for more"))
+
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        hellos.append((await anext(aiter(events))).hello)
+        yield dismiss("run is finished")
+
+    server, address = await world.serve(Servicer(world, vanish, finish))
+    node = world.session(world.membership(address))
+    assert await node.keep(Holder()) == "run is finished"  # type: ignore[arg-type]
+    assert [hello.HasField("held") for hello in hellos] == [False, True]
+    assert hellos[1].held.step == 7
+    assert world.reports[0] == "waiting: for more"
+    assert "waiting for the coordinator" in world.reports[1]
+    await server.stop(0)
+
+
+async def test_a_coordinator_at_another_address_is_found(world: World) -> None:
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        yield dismiss("found")
+
+    server, address = await world.serve(Servicer(world, finish))
+    node = world.session(world.membership("127.0.0.1:1"), found=address)
+    assert await node.keep(Holder()) == "found"  # type: ignore[arg-type]
+    await server.stop(0)
+
+
+async def test_leaving_says_farewell_and_waits_for_the_dismissal(world: World) -> None:
+    async def part(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        async for event in events:
+            if event.HasField("farewell"):
+                yield dismiss(event.farewell.reason)
+
+    server, address = await world.serve(Servicer(world, part))
+    node = world.session(world.membership(address))
+    node.leave()
+    assert await node.keep(Holder()) == "its owner stopped it"  # type: ignore[arg-type]
+    await server.stop(0)
+
+
+async def test_leaving_ends_after_the_grace_when_nobody_takes_over(world: World) -> None:
+    async def ignore(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        async for _ in events:
+            pass
+        yield dismiss("never")
+
+    server, address = await world.serve(Servicer(world, ignore))
+    node = world.session(world.membership(address), grace_s=0.05)
+    node.leave()
+    assert "left without handing over" in await node.keep(Holder())  # type: ignore[arg-type]
+    await server.stop(0)
+
+
+async def test_leaving_ends_at_once_while_the_coordinator_is_away(world: World) -> None:
+    node = world.session(world.membership("127.0.0.1:1"))
+    node.leave()
+    assert "while the coordinator was away" in await node.keep(Holder())  # type: ignore[arg-type]
+
+
+async def test_a_session_opened_after_a_renewal_shows_the_new_certificate(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, "renewal_wait_s", lambda expires_s, now_s: 0.05)
+    renewed = asyncio.Event()
+    renew = Membership.renew
+
+    def renew_and_tell(self: Membership, leaf_pem: bytes, expires_s: int) -> None:
+        renew(self, leaf_pem, expires_s)
+        renewed.set()
+
+    monkeypatch.setattr(Membership, "renew", renew_and_tell)
+
+    async def until_renewed(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        await renewed.wait()
+        yield coordinator_pb2.Command(wait=coordinator_pb2.Wait(reason="still here"))
+
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        yield dismiss("done")
+
+    servicer = Servicer(world, until_renewed, finish)
+    server, address = await world.serve(servicer)
+    membership = world.membership(address, lifetime_s=60)
+    node = world.session(membership)
+    renewing = asyncio.create_task(keep_renewed(membership, lambda: node.stub))
+    keeping = asyncio.create_task(node.keep(Holder()))  # type: ignore[arg-type]
+    assert await keeping == "done"
+    renewing.cancel()
+    assert "still here" in world.reports, "the old session lives on"
+    assert len(set(servicer.leaves)) == 2
+    await server.stop(0)
+
+
+def test_renewal_leaves_room_for_several_tries() -> None:
+    assert renewal_wait_s(90_000, 60_000) == 10_000
+    assert renewal_wait_s(0, 60_000) == 1.0
