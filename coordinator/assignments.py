@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from shoal.coordinator import recovery
 from shoal.coordinator.members import Members
-from shoal.coordinator.planner import NodeFacts, StageNeed, place
+from shoal.coordinator.planner import NodeFacts, Placement, StageNeed, place
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import RolledBack, StageAssigned
-from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.ids import Incarnation, Stage
 from shoal.protocol.proto import coordinator_pb2
 
 
@@ -87,19 +87,18 @@ class Assignments:
             self._lost_since_s = None
         elif self._lost_since_s is None and self._log.state.step:
             self._lost_since_s = self._log.clock()
-        decision, stage_of, reasons = self._decide(lost)
+        decision, placement = self._decide(lost)
         if decision == "roll back" and may_roll_back:
             hopeless = next(s for s in lost if self._source(s) is None and not self.is_kept(s))
             self._roll_back(
                 f"stage {hopeless} lost its last node after step {self._log.state.step}"
             )
-            _, stage_of, reasons = self._decide(self._members.uncovered())
-        for peer_id, stage in stage_of.items():
-            self._settle(self._members.sessions[peer_id], stage, reasons.get(peer_id, ""))
+            _, placement = self._decide(self._members.uncovered())
+        for peer_id, stage in placement.stage_of.items():
+            reason = placement.reasons.get(peer_id, "")
+            self._settle(self._members.sessions[peer_id], stage, reason)
 
-    def _decide(
-        self, lost: list[Stage]
-    ) -> tuple[str, dict[PeerId, Stage | None], dict[PeerId, str]]:
+    def _decide(self, lost: list[Stage]) -> tuple[recovery.Decision, Placement]:
         current = {
             s.peer_id: stage
             for s in self._members.sessions.values()
@@ -131,14 +130,7 @@ class Assignments:
             step=self._log.state.step,
             lost_for_s=self.lost_for_s() or 0.0,
         )
-        stage_of = dict(placement.stage_of)
-        if decision == "wait":
-            # Nobody else gets a place: who comes back may need any of them.
-            stage_of = {peer_id: s for peer_id, s in stage_of.items() if current.get(peer_id) == s}
-            for session in self._members.sessions.values():
-                if session.stage is None and session.peer_id not in stage_of:
-                    session.say("waiting for the last holders of a lost stage to come back")
-        return decision, stage_of, dict(placement.reasons)
+        return decision, placement
 
     def _settle(self, session: Session, stage: Stage | None, reason: str) -> None:
         session.placement = reason

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,6 +35,7 @@ def launch(
     Raises `ConfigError` before anything is written, `RunFailedError` and other `ShoalError`s.
     """
     check_boundary(spec)
+    check_ports(config)
     previous = read_previous(config.folder)
     # The log first: it keeps a second coordinator away from the folder.
     with SqliteEventStore(config.folder / "events.sqlite") as store:
@@ -48,6 +50,27 @@ def launch(
             remove_live(os.getpid())
             if discovery is not None:
                 asyncio.run(discovery.close())
+
+
+def check_ports(config: LaunchConfig) -> None:
+    """Raises `CapacityError` for a wanted port that is taken: preparing data may take hours, and
+    the ports are bound after that."""
+    wanted = [(config.host, config.port), (config.http_host, config.http_port)]
+    if config.port:
+        wanted.append((config.host, config.port + 1))
+    for host, port in wanted:
+        if not port:
+            continue
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed ports linger
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise CapacityError(
+                    f"can't listen on {host} port {port}: {error.strerror or error}; stop the "
+                    "other program, or choose another port (sessions take the one after --port)"
+                ) from None
 
 
 async def _serve(

@@ -75,9 +75,10 @@ class LostStage:
     """A node is free to take it."""
 
 
-def lost_stages(
-    lost: Sequence[LostStage], *, step: int, lost_for_s: float
-) -> Literal["go on", "wait", "roll back"]:
+Decision = Literal["go on", "wait", "roll back"]
+
+
+def lost_stages(lost: Sequence[LostStage], *, step: int, lost_for_s: float) -> Decision:
     """What to do: give the stages out as they are, wait for the old holders, or roll back."""
     hopeless = [s for s in lost if not s.has_source and not s.is_kept]
     if not hopeless or not step:

@@ -187,12 +187,9 @@ class StepRunner:
             self._diverged(what)
             return
         self._suspect = (attempt, peer_id)
-        assert session.stage is not None
-        if len(self._members.holders(session.stage)) > 1:
-            self._members.mark(peer_id)
-            self.take_out(session, what, still_holds=True)
-        else:
-            self.abandon(what)
+        self._members.mark(peer_id)
+        # Its weights are fine: a stage's only node comes back with them, and the step is redone.
+        self.take_out(session, what, still_holds=True)
 
     def _diverged(self, what: str) -> None:
         self._suspect = None

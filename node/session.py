@@ -132,6 +132,8 @@ class NodeSession:
             await self._attend(address, holder)
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error)
+            if isinstance(error, VersionError):
+                raise error from None
             return str(error)
         except (VersionError, AdmissionError):
             raise

@@ -190,7 +190,7 @@ class StageMember:
                 else coordinator_pb2.TROUBLE_KIND_OWN_FAILURE
             )
             self._report(kind, error)
-        except (MemoryError, RuntimeError, OSError) as error:  # out of memory, a failed kernel
+        except Exception as error:  # out of memory, a failed kernel, a bug: others take the work
             log.exception("computation failed")
             self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
 
@@ -267,7 +267,12 @@ class StageMember:
     async def _reduce(self, command: coordinator_pb2.Reduce) -> None:
         try:
             await self._sum_up(command)
-        except ShoalError as error:
+        except Exception as error:  # whatever it is, the round can't end without this node
+            log.log(
+                logging.WARNING if isinstance(error, ShoalError) else logging.ERROR,
+                "reduction failed",
+                exc_info=not isinstance(error, ShoalError),
+            )
             self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
 
     async def _sum_up(self, command: coordinator_pb2.Reduce) -> None:

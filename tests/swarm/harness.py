@@ -40,7 +40,7 @@ from shoal.coordinator.state import (
 from shoal.coordinator.store import read_event_log
 from shoal.protocol.errors import StorageError
 from shoal.protocol.identity import NodeIdentity
-from shoal.protocol.ids import PeerId
+from shoal.protocol.ids import Incarnation, PeerId
 
 from .reference import Reference
 
@@ -440,9 +440,10 @@ class Swarm:
         store = SnapshotStore(self.run_folder, self.reference.run, read_only=True)
         assert store.weights_sha256(step) == self.reference.weights_sha256(step)
 
-    def fenced_in_open_step(self) -> list[int]:
+    def fenced_in_open_step(self) -> list[Incarnation]:
         """Incarnations that were fenced after a step was opened and before it was committed."""
-        found, is_open = [], False
+        found: list[Incarnation] = []
+        is_open = False
         for event in self.log():
             match event:
                 case StepOpened():
@@ -483,7 +484,7 @@ class Swarm:
                     if "/unix/" in argument:
                         self._sockets.add(Path("/" + argument.partition("/unix/")[2]))
                 for connection in process.net_connections(kind="inet"):
-                    if connection.status == psutil.CONN_LISTEN:
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr:
                         self._addresses.add(f"{connection.laddr.ip}:{connection.laddr.port}")
 
     def p2pds(self) -> list[psutil.Process]:
@@ -549,8 +550,9 @@ def _describe(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def _listening() -> set[str]:
+    """Addresses that somebody listens on; where the owner is known, it is not a swarm's."""
     return {
         f"{c.laddr.ip}:{c.laddr.port}"
         for c in psutil.net_connections(kind="inet")
-        if c.status == psutil.CONN_LISTEN
+        if c.status == psutil.CONN_LISTEN and c.laddr and c.pid is None
     }

@@ -38,6 +38,7 @@ seq_len = 16
 [data]
 source = "text:{text}"
 tokenizer = "byte"
+validation_fraction = 0.0
 [batch]
 microbatches = 2
 microbatch_size = 1
@@ -170,6 +171,7 @@ def test_a_taken_port_is_a_capacity_error(home: Path, flag: str) -> None:
         )
     assert code == 8
     assert str(port) in one_line(errors)
+    assert not (home / "run").exists(), "found before any work was done"
 
 
 def test_wrong_usage_exits_with_two(home: Path) -> None:

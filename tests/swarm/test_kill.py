@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.state import RolledBack, StepCommitted
+from shoal.protocol.ids import Incarnation
 
 from .harness import ENDLESS, Swarm, spec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
-def counted(swarm: Swarm, incarnation: int) -> int:
+def counted(swarm: Swarm, incarnation: Incarnation) -> int:
     """Microbatches of an incarnation in committed steps."""
     return sum(
         len(stage.get(incarnation, ()))
@@ -38,7 +39,8 @@ async def test_node_killed_in_mid_step_and_another_joining_change_no_bit(tmp_pat
         joined = await swarm.placed(swarm.start_node("n4"))
         assert joined.stage == before.stage
         await swarm.wait_until(
-            lambda: counted(swarm, joined.incarnation) > 0, "the joiner's work is committed"
+            lambda: counted(swarm, Incarnation(joined.incarnation)) > 0,
+            "the joiner's work is committed",
         )
         await swarm.stop_and_check()
 

@@ -59,6 +59,14 @@ async def check_all_count(swarm: Swarm, expected: set[str]) -> None:
     assert await metrics_count(swarm) == len(expected)
 
 
+async def attached(swarm: Swarm, process: Process) -> None:
+    """The coordinator has heard of this very process."""
+    await swarm.see(
+        lambda v: any(n.pid == process.pid and not n.is_gone for n in v.nodes),
+        f"{process.name} is attached",
+    )
+
+
 def peers(processes: list[Process]) -> set[str]:
     return {process.peer_id for process in processes}
 
@@ -89,10 +97,7 @@ async def test_everybody_counts_the_same_nodes_through_join_leave_and_quick_rejo
 
     for _ in range(REJOINS):
         guest = shared.start_node("guest")
-        await shared.see(
-            lambda v: any(n.pid == guest.pid and not n.is_gone for n in v.nodes),
-            "the guest is back",
-        )
+        await attached(shared, guest)
         shared.kill(guest)
     guest = shared.start_node("guest")
     await shared.placed(guest)

@@ -8,9 +8,10 @@ import pytest
 
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.step_runner import Phase
-from shoal.protocol.errors import VersionError
-from shoal.protocol.ids import PeerId
+from shoal.protocol.errors import StorageError, VersionError
+from shoal.protocol.ids import PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2 as pb
+from shoal.version import PROTOCOL_VERSION
 
 from .fake_swarm import FakeNode, FakeSwarm, make_run, reference
 
@@ -302,6 +303,16 @@ def test_a_recomputed_step_with_other_bits_fails_the_run() -> None:
     with pytest.raises(AssertionError, match="recomputed with other weights"):
         swarm.finish()
     assert all(node.done for node in swarm.nodes.values())
+
+
+def test_a_recomputed_step_with_other_sums_fails_the_run() -> None:
+    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50, replicas=1), 2)
+    swarm.run_to_step(3)
+    swarm.at(1)[0].kill()
+    swarm.join().corrupt_sums = 1
+    with pytest.raises(AssertionError, match="recomputed with other sums than recorded"):
+        swarm.finish()
+    assert swarm.conductor.state.step == 0
 
 
 # ---- joining -----------------------------------------------------------------------------
@@ -651,6 +662,26 @@ def test_a_disk_that_is_full_when_a_node_is_lost_fails_the_run_and_raises_nothin
     assert "can't write" in swarm.conductor.failed
 
 
+def test_a_node_that_joins_when_the_disk_is_full_is_told_to_come_again() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    swarm.store.capacity_bytes = 1
+    node = swarm.at(0)[0]
+    with pytest.raises(StorageError, match="can't write"):
+        swarm.conductor.attach(node.peer_id, pb.Hello(protocol_version=PROTOCOL_VERSION))
+
+
+def test_a_soft_event_that_can_not_be_written_fails_the_run_at_the_next_tick() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(lambda: bool(swarm.conductor.state.weights_digests))
+    swarm.store.append("step_applied", {}, durable=False)
+    swarm.store.capacity_bytes = 1
+    swarm.conductor.flush()
+    assert not swarm.conductor.failed
+    swarm.conductor.tick()
+    assert "can't write" in swarm.conductor.failed
+
+
 # ---- nodes that misbehave ----------------------------------------------------------------
 
 
@@ -928,12 +959,18 @@ def test_numbers_that_are_bad_again_pause_the_run_as_diverged(replicas: int) -> 
 def test_a_loss_that_is_not_a_number_is_never_recorded(loss: float) -> None:
     swarm = FakeSwarm(make_run(), 4)
     swarm.run_until(in_step(swarm))
-    node = swarm.at(1)[0]
+    ledger = swarm.conductor.ledger
+    assert ledger is not None
+    microbatch = next(m for m, stage in ledger.missing() if stage == 1)
+    node = swarm.by_incarnation(ledger.holder(microbatch, Stage(1)))
+    assert node is not None
     assert node.session is not None
     receipt = pb.Receipt(
-        incarnation=node.incarnation, step=2, attempt=1, stage=1, loss_sum=loss, has_loss=True
-    )
+        incarnation=node.incarnation, step=2, attempt=1, microbatch=microbatch, stage=1,
+        loss_sum=loss, has_loss=True,
+    )  # fmt: skip
     swarm.conductor.receive(node.session, pb.NodeEvent(receipt=receipt))
     swarm.finish()
+    assert swarm.conductor.marks[node.peer_id] == 1
     assert all(math.isfinite(r.loss) for r in swarm.conductor.state.records.values())
     assert_undisturbed(swarm)

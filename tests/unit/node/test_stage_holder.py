@@ -43,7 +43,7 @@ RUN = ResolvedRun(
         train=(ShardRef(sha256="0" * 64, num_tokens=100),),
         validation=(),
         tokenizer_sha256="",
-    ), validation=(), tokenizer_sha256=""),
+    ),
 )
 INIT = coordinator_pb2.STATE_SOURCE_INIT
 KEEP = coordinator_pb2.STATE_SOURCE_KEEP
