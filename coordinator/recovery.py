@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a stage's state comes from, what becomes of a lost stage, why a step can't open. Pure."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,21 +124,34 @@ def obstacle(facts: Readiness) -> str:
     if state.highest_step == 0 and state.attempt == 0 and ready < facts.wanted:
         return f"{ready} of {facts.wanted} nodes are ready for the first step"
     if facts.awaited:
-        return f"{', '.join(facts.awaited)} is getting the state of its stage"
+        of_what = "its stage" if len(facts.awaited) == 1 else "their stages"
+        return f"{_getting(facts.awaited)} the state of {of_what}"
     return ""
 
 
 def _uncovered(uncovered: Sequence[Stage], facts: Readiness) -> str:
-    state, which = facts.state, ", ".join(str(stage) for stage in uncovered)
+    state, one = facts.state, len(uncovered) == 1
+    which = f"stage {uncovered[0]}" if one else f"stages {_listed(map(str, uncovered))}"
+    needs = f"{which} {'needs a node' if one else 'need a node each'}"
     copying = [name for name, stage in facts.copying.items() if stage in uncovered]
     if copying:
-        return f"stage {which} needs a node: {', '.join(copying)} is getting its state"
+        return f"{needs}: {_getting(copying)} {'its' if len(copying) == 1 else 'their'} state"
     if facts.lost_for_s is None or not state.step:
-        return f"stage {which} needs a node; give the join link to one more"
-    lost = f"stage {which} has no node that holds step {state.step}"
+        return f"{needs}; give the join link to {'one' if one else len(uncovered)} more"
+    lost = f"{which} {'has' if one else 'have'} no node that holds step {state.step}"
     if facts.lost_for_s < RECLAIM_S:
         return f"{lost}; its last holders have {RECLAIM_S:.0f} s to come back"
     return (
         f"{lost}; the run goes on from snapshot {state.snapshot_step} once a node is free for it: "
         "give the join link to one more"
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """ "fox", "fox and owl", "fox, owl and hare"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _getting(names: Sequence[str]) -> str:
+    return f"{_listed(names)} {'is' if len(names) == 1 else 'are'} getting"

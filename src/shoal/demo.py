@@ -13,10 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 from platformdirs import user_data_path
@@ -26,6 +25,7 @@ from shoal.coordinator.dashboard.views import RunView
 from shoal.coordinator.run_folder import Live, read_live, write_file
 from shoal.demo_summary import Kill, Summary, summarize
 from shoal.protocol.errors import ConfigError, RunFailedError, ShoalError, UnreachableError
+from shoal.protocol.terminal import EXIT_INTERRUPTED, Terminal
 from shoal.status import fetch_view, human_bytes
 
 POLL_S = 0.02
@@ -127,7 +127,6 @@ class _Process:
 class _Swarm:
     config: DemoConfig
     folder: Path
-    say: Callable[[str], None]
     coordinator: _Process | None = None
     nodes: list[_Process] = field(default_factory=list)
 
@@ -182,12 +181,16 @@ class _Swarm:
         processes = [p for p in (self.coordinator, *self.nodes) if p is not None]
         for process in processes:
             process.signal(signal.SIGINT)
-        deadline = time.monotonic() + GOODBYE_S
-        while any(p.alive for p in processes) and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-        for process in processes:
-            process.signal(signal.SIGKILL)
-            process.process.wait()
+        await asyncio.to_thread(_wait_or_kill, processes)
+
+
+def _wait_or_kill(processes: Sequence[_Process]) -> None:
+    deadline = time.monotonic() + GOODBYE_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.process.wait(max(0.0, deadline - time.monotonic()))
+        process.signal(signal.SIGKILL)
+        process.process.wait()
 
 
 async def run_demo(config: DemoConfig, display: "Display") -> Summary:
@@ -199,7 +202,7 @@ async def run_demo(config: DemoConfig, display: "Display") -> Summary:
     parse_boundary(config.boundary)  # a misspelt codec is refused before anything starts
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--folder {folder} is not empty; each demo is a run of its own")
-    swarm = _Swarm(config, folder, display.say)
+    swarm = _Swarm(config, folder)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -216,10 +219,13 @@ async def run_demo(config: DemoConfig, display: "Display") -> Summary:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted)
     try:
-        summary = await _conduct(swarm, config, display)
+        with display.live():
+            summary = await _conduct(swarm, config, display)
         if config.json_file is not None:
             write_file(config.json_file, summary.to_json())
-        display.summary(summary, folder)
+        for line in summary.lines():
+            display.say(line)
+        display.say(f"export the model with: shoal export {swarm.run_folder} --out DIR")
         if config.keep_running:
             display.say("the dashboard stays up; Ctrl-C ends it")
             with contextlib.suppress(asyncio.CancelledError):
@@ -323,43 +329,25 @@ def _note_replacement(view: RunView, kill: Kill, display: "Display") -> None:
 
 
 class Display:
-    """Lines for events, and one line of progress: live on a terminal, a line a step elsewhere."""
+    """Lines for events; progress as a live line on a terminal, as a line a step elsewhere."""
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.live import Live as RichLive
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._line = "starting"
+        self._shown: tuple[int, str] | None = None
 
-        self._console = Console(soft_wrap=True, highlight=False, markup=False)
-        self._live: RichLive | None = None
-        self._shown: Any = None
-        if self._console.is_terminal:
-            self._live = RichLive(console=self._console, refresh_per_second=8, transient=True)
-            self._live.start()
-
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def live(self) -> contextlib.AbstractContextManager[None]:
+        return self._terminal.live(lambda: self._line)
 
     def say(self, text: str) -> None:
-        self._console.print(text)
+        self._terminal.line(text)
 
     def progress(self, view: RunView) -> None:
-        line = progress_line(view)
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.update(Text(line))
-            return
-        key = (view.step, view.waiting_for if view.waiting_for else "")
-        if key != self._shown:
-            self._shown = key
-            self._console.print(line)
-
-    def summary(self, summary: Summary, folder: Path) -> None:
-        self.close()
-        for line in summary.lines():
-            self._console.print(line)
-        self._console.print(f"export the model with: shoal export {folder / 'run'} --out DIR")
+        self._line = progress_line(view)
+        news = (view.step, view.waiting_for)
+        if news != self._shown and not self._terminal.console.is_terminal:
+            self._shown = news
+            self.say(self._line)
 
 
 def progress_line(view: RunView) -> str:
@@ -378,21 +366,17 @@ def progress_line(view: RunView) -> str:
 
 def demo(config: DemoConfig) -> int:
     """The exit code: 0 only if every step was committed and nothing was lost or counted twice."""
-    display = Display()
+    display = Display(Terminal())
     try:
         summary = asyncio.run(run_demo(config, display))
     except asyncio.CancelledError:
-        display.close()
-        print("interrupted; nothing is left running")
-        return 130
+        display.say("interrupted; nothing is left running")
+        return EXIT_INTERRUPTED
     except ShoalError as error:
-        display.close()
         if config.json_file is not None:
             write_file(config.json_file, json.dumps({"failure": str(error)}).encode() + b"\n")
         raise
-    finally:
-        display.close()
     if summary.failure:
-        print(summary.failure)
+        display.say(summary.failure)
         return RunFailedError.exit_code
     return 0

@@ -384,6 +384,9 @@ class Swarm:
     def node_in(self, view: RunView, process: Process) -> NodeView:
         return next(node for node in view.nodes if node.peer_id == process.peer_id)
 
+    def process_of(self, node: NodeView) -> Process:
+        return next(p for p in self.nodes if p.peer_id == node.peer_id)
+
     async def placed(self, process: Process) -> NodeView:
         """Wait until the node holds a stage."""
         await self.wait_until(

@@ -63,7 +63,7 @@ class Hostile:
         link = JoinLink.parse((swarm.folder / "link").read_text(encoding="utf-8").strip())
         view = await swarm.view()
         me, victim = view.stages[0].nodes[0], view.stages[1].nodes[0]
-        process = next(p for p in swarm.nodes if p.peer_id == me.peer_id)
+        process = swarm.process_of(me)
         membership = await join(link, NodeIdentity.load_or_create(process.folder), _nowhere)
         return cls(membership, me, victim, view.step + 1)
 

@@ -2,10 +2,12 @@
 """Nodes die without a word. Nothing is lost, nothing counts twice, no bit changes."""
 
 import random
+import signal
 from pathlib import Path
 
 import pytest
 
+from shoal.coordinator.dashboard.views import NodeView
 from shoal.coordinator.state import RolledBack, StepCommitted
 from shoal.protocol.ids import Incarnation
 
@@ -23,25 +25,51 @@ def counted(swarm: Swarm, incarnation: Incarnation) -> int:
     )
 
 
-async def test_node_killed_in_mid_step_and_another_joining_change_no_bit(tmp_path: Path) -> None:
-    async with Swarm(tmp_path, spec(steps=ENDLESS)) as swarm:
-        nodes = await swarm.start("n0", "n1", "n2", "n3")
-        victim = nodes[0]
-        view = await swarm.stop_in_mid_step(victim)
-        before = swarm.node_in(view, victim)
-        swarm.kill(victim)
-        await swarm.committed(view.step + 2)
-        assert before.incarnation in swarm.fenced_in_open_step()
-        assert any(
-            "rerouted" in e.text for e in (await swarm.view()).events if before.name in e.text
-        )
+async def replace(swarm: Swarm, victim: NodeView, name: str) -> None:
+    """Start another node; wait until its work counts in the dead one's stage."""
+    await swarm.advance(2)
+    assert victim.incarnation in swarm.fenced_in_open_step()
+    told = [e.text for e in (await swarm.view()).events]
+    assert any("rerouted" in text and victim.name in text for text in told)
+    joined = await swarm.placed(swarm.start_node(name))
+    assert joined.stage == victim.stage
+    await swarm.wait_until(
+        lambda: counted(swarm, Incarnation(joined.incarnation)) > 0, "its work is committed"
+    )
 
-        joined = await swarm.placed(swarm.start_node("n4"))
-        assert joined.stage == before.stage
-        await swarm.wait_until(
-            lambda: counted(swarm, Incarnation(joined.incarnation)) > 0,
-            "the joiner's work is committed",
-        )
+
+async def has_finished_its_share(swarm: Swarm, stage: int) -> NodeView | None:
+    """A node of the stage that has nothing left to do in the step that stands still."""
+    now_s = (await swarm.view()).now_s
+    view = await swarm.see(
+        lambda v: all(n.last_seen_s > now_s for n in v.stages[stage].nodes), "fresh heartbeats"
+    )
+    done = [n for n in view.stages[stage].nodes if "other nodes to finish" in n.waiting_for]
+    return done[0] if done else None
+
+
+async def test_nodes_killed_in_mid_step_and_others_joining_change_no_bit(tmp_path: Path) -> None:
+    async with Swarm(tmp_path, spec(steps=ENDLESS)) as swarm:
+        await swarm.start("n0", "n1", "n2", "n3")
+        view = await swarm.view()
+
+        # With inputs that its upstream sent, and must send again to another.
+        victim = swarm.process_of(view.stages[1].nodes[0])
+        await swarm.stop_in_mid_step(victim)
+        swarm.kill(victim)
+        await replace(swarm, view.stages[1].nodes[0], "n4")
+
+        # With gradients in its sums that are nowhere else, its share being done.
+        frozen = swarm.process_of(view.stages[1].nodes[1])
+        await swarm.stop_in_mid_step(frozen)
+        while (node := await has_finished_its_share(swarm, 0)) is None:
+            frozen.signal(signal.SIGCONT)
+            await swarm.advance(1)
+            await swarm.stop_in_mid_step(frozen)
+        swarm.kill(swarm.process_of(node))
+        frozen.signal(signal.SIGCONT)
+        await replace(swarm, node, "n5")
+
         await swarm.stop_and_check()
 
 

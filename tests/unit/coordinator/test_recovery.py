@@ -100,6 +100,7 @@ READY = Readiness(
     lost_for_s=None,
 )  # fmt: skip
 NEW = RunState()
+NOBODY = {Stage(0): 0, Stage(1): 0}
 NO_1 = {Stage(0): 1, Stage(1): 0}
 
 
@@ -109,6 +110,10 @@ NO_1 = {Stage(0): 1, Stage(1): 0}
         (replace(READY, state=replace(READY.state, paused="because")), "because; resume it with"),
         (replace(READY, holders=NO_1), "stage 1 needs a node; give the join link"),
         (replace(READY, holders=NO_1, copying={"fox": Stage(1)}), "fox is getting its state"),
+        (
+            replace(READY, holders=NOBODY, copying={"fox": Stage(1), "owl": Stage(0)}),
+            "stages 0 and 1 need a node each: fox and owl are getting their state",
+        ),
         (replace(READY, holders=NO_1, copying={"fox": Stage(0)}), "give the join link"),
         (replace(READY, holders=NO_1, lost_for_s=3.0), "have 10 s to come back"),
         (replace(READY, holders=NO_1, lost_for_s=30.0), "goes on from snapshot 2"),
