@@ -324,7 +324,7 @@ def _kill_one(swarm: _Swarm, view: RunView, kill: Kill, display: "Display") -> _
 def _note_replacement(view: RunView, kill: Kill, display: "Display") -> None:
     for node in view.live_nodes:
         if node.pid == kill.replacement_pid and node.state in ("ready", "training"):
-            kill.rejoined_step = view.step + 1
+            kill.rejoined_step = max(view.step + 1, kill.at_step)
             display.say(f"{node.name} took its place in stage {node.stage}")
 
 
