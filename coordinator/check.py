@@ -52,6 +52,8 @@ class StageReport(BaseModel):
     """Forward and backward, without recomputation."""
     window: int
     """Microbatches in flight."""
+    credit_bytes: int
+    """What a credit costs: a decoded boundary tensor that waits here. 0 on the first stage."""
     memory_bytes: int
     """With one autograd graph at a time, the rest recomputed."""
     memory_kept_bytes: int
@@ -233,6 +235,9 @@ class _Estimate:
                 + costs.stage_backward_flops(spec.model, stage)
             ),
             window=window,
+            credit_bytes=0
+            if stage.is_first
+            else costs.FP32_BYTES * math.prod(costs.boundary_shape(spec)),
             memory_bytes=self._memory(stage, 1),
             memory_kept_bytes=kept,
             recomputes=recomputes,

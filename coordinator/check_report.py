@@ -11,27 +11,28 @@ from shoal.coordinator.check import CheckReport
 
 def render(report: CheckReport) -> RenderableType:
     hardware = report.hardware
-    stages = Table(title=f"{report.name}: {report.parameters:,} parameters", title_justify="left")
-    for column in ("stage", "layers"):
-        stages.add_column(column)
-    for column in ("parameters", "FLOP/mb", "window", "memory", "all graphs", "sent/step",
-                   "reduced/step", "s/mb"):  # fmt: skip
+    stages = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("stage", "layers", "params", "window", "credit", "memory", "graphs", "sent",
+                   "reduced", "s/mb"):  # fmt: skip
         stages.add_column(column, justify="right")
     for stage in report.stages:
-        style = "red" if stage.fits is False else None
         stages.add_row(
             str(stage.stage),
             f"{stage.start}–{stage.end - 1}",
-            f"{stage.parameters:,}",
-            f"{stage.flops_per_microbatch:.3g}",
+            _short(stage.parameters),
             str(stage.window),
-            decimal(stage.memory_bytes),
-            decimal(stage.memory_kept_bytes),
-            decimal(stage.sent_bytes_per_step),
-            decimal(stage.reduce_bytes_per_step),
-            f"{max(stage.compute_s, stage.wire_s):.3g}",
-            style=style,
+            _short(stage.credit_bytes),
+            _short(stage.memory_bytes),
+            f"+{_short(stage.memory_kept_bytes - stage.memory_bytes)}",
+            _short(stage.sent_bytes_per_step),
+            _short(stage.reduce_bytes_per_step),
+            f"{max(stage.compute_s, stage.wire_s):.2g}",
+            style="red" if stage.fits is False else None,
         )
+    legend = (
+        "Bytes: a credit is a boundary tensor that waits; memory is the least, graphs what keeping "
+        "all autograd graphs adds; sent and reduced are per step; s/mb is seconds per microbatch."
+    )
     basis = "measured" if hardware.measured else "assumed"
     lines = [
         f"boundary {report.boundary}: {decimal(report.boundary_bytes_per_step)} per step, "
@@ -44,8 +45,19 @@ def render(report: CheckReport) -> RenderableType:
     ]
     colour = {"fits": "green", "too big": "bold red", "memory unknown": "yellow"}[report.verdict]
     return Group(
+        Text(f"{report.name}: {report.parameters:,} parameters", style="bold"),
         stages,
+        Text(legend, style="dim"),
         *(Text(line) for line in lines),
         *(Text(f"{report.verdict}: {line}", style=colour) for line in report.findings),
         *(Text(f"warning: {line}", style="yellow") for line in report.warnings),
     )
+
+
+def _short(count: float) -> str:
+    """Three digits and a unit: "12.3M"."""
+    for unit in ("", "k", "M", "G"):
+        if count < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"

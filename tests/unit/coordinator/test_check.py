@@ -172,8 +172,16 @@ def test_expected_step_is_the_cost_formula() -> None:
 def test_rendered_report_shows_verdict_and_bytes() -> None:
     out = io.StringIO()
     report = check_run(run_spec(boundary="int8"), hardware=with_memory(10**10))
-    Console(file=out, width=140).print(render(report))
-    text = out.getvalue()
+    Console(file=out, width=80).print(render(report))
+    text = " ".join(out.getvalue().split())
+    assert "…" not in text  # nothing is cut off on a narrow terminal
     assert "int8:g64" in text
     assert "1.88× less than bf16" in text
     assert "fits: every stage fits 10.0 GB" in text
+
+
+def test_a_credit_costs_a_decoded_boundary_tensor_everywhere_but_on_the_first_stage() -> None:
+    first, *others = check_run(run_spec(boundary="int8"), hardware=with_memory(10**10)).stages
+    assert first.credit_bytes == 0
+    shape = costs.boundary_shape(run_spec(boundary="int8"))
+    assert {stage.credit_bytes for stage in others} == {4 * shape[0] * shape[1] * shape[2]}
