@@ -283,7 +283,7 @@ def test_install_makes_an_environment_that_runs(tmp_path: Path) -> None:
     folder = tmp_path / "installed"
     answer = install("cpu", str(folder), SHOAL_TORCH_INDEX="")
     assert answer.returncode == 0, answer.stderr[-3000:]
-    assert answer.stdout.rstrip().endswith("0.1.0")
+    assert answer.stdout.rstrip().splitlines()[-1].startswith("shoal 0.1.0")
     shutil.rmtree(folder)
 
 
