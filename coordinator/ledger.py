@@ -69,6 +69,7 @@ class StepLedger:
         self._stage_of = {who: stage for stage in replicas for who in replicas[stage]}
         self._holders: dict[Slot, Incarnation] = {}
         self.receipts: dict[Slot, ReceiptFacts] = {}
+        self._withdrawn: dict[Slot, ReceiptFacts] = {}
         self.moved_last: dict[Slot, Incarnation] = {}
         """Slots that the last `fence` moved, and to whom."""
         for stage, books in self._stages.items():
@@ -130,6 +131,13 @@ class StepLedger:
         )
 
     # ---- receipts ------------------------------------------------------------------------
+
+    def contradicts(self, receipt: ReceiptFacts) -> Incarnation | None:
+        """Whose withdrawn receipt of the same slot tells of other bits."""
+        earlier = self._withdrawn.get((receipt.microbatch, receipt.stage))
+        if earlier is None or not (earlier.digest and receipt.digest):
+            return None
+        return earlier.incarnation if earlier.digest != receipt.digest else None
 
     def record_receipt(self, receipt: ReceiptFacts) -> bool:
         """True when it counts, False for a repetition.
@@ -305,7 +313,9 @@ class StepLedger:
         routes = spread([m for m, _ in orphans], books.replicas, unfinished)
         for slot in orphans:
             self._holders[slot] = routes[slot[0]]
-            if self.receipts.pop(slot, None) is not None:
+            withdrawn = self.receipts.pop(slot, None)
+            if withdrawn is not None:
+                self._withdrawn[slot] = withdrawn
                 books.done -= not self.is_validation(slot[0])
 
     def _validation_is_over(self, slot: Slot) -> bool:

@@ -27,6 +27,8 @@ class ReceiptFacts:
     loss_sum: float | None = None
     busy_s: float = 0.0
     boundary_bytes: int = 0
+    digest: int = 0
+    """Of the tensors and the loss that came of it; 0 says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,20 +107,32 @@ class NodeEvents:
             what = f"the loss of microbatch {receipt.microbatch} is {receipt.loss_sum}"
             self._runner.bad_numbers(session, what)
             return
-        counts = opened.ledger.record_receipt(
-            ReceiptFacts(
-                incarnation=Incarnation(receipt.incarnation),
-                microbatch=MicrobatchId(receipt.microbatch),
-                stage=Stage(receipt.stage),
-                loss_sum=receipt.loss_sum if receipt.has_loss else None,
-                busy_s=sane(receipt.busy_s),
-                boundary_bytes=receipt.boundary_bytes,
-            )
+        facts = ReceiptFacts(
+            incarnation=Incarnation(receipt.incarnation),
+            microbatch=MicrobatchId(receipt.microbatch),
+            stage=Stage(receipt.stage),
+            loss_sum=receipt.loss_sum if receipt.has_loss else None,
+            busy_s=sane(receipt.busy_s),
+            boundary_bytes=receipt.boundary_bytes,
+            digest=receipt.digest,
         )
-        if counts:
+        if opened.ledger.record_receipt(facts):
+            self._compare(session, facts, opened.ledger.contradicts(facts))
             self._runner.progressed()
             if not opened.ledger.is_validation(receipt.microbatch):
                 session.busy.append(sane(receipt.busy_s))
+
+    def _compare(self, session: Session, receipt: ReceiptFacts, other: Incarnation | None) -> None:
+        """A slot was computed again with other bits: one of the two nodes is of another kernel
+        class, is broken, or lies. The result is no longer an undisturbed run's to the bit."""
+        if other is None:
+            return
+        name = display_name(self._log.state.peers[other])
+        self._log.say(
+            "contradiction",
+            f"{session.name} computed microbatch {receipt.microbatch} at stage {receipt.stage} "
+            f"with other bits than {name} before it (docs/assumptions.md)",
+        )
 
     def _on_prepared(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
         self._members.check_own(session, prepared.incarnation)

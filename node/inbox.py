@@ -17,6 +17,8 @@ from shoal.compression.registry import Boundary
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     FencedError,
+    ImpossibleLeaseError,
+    ImpossibleStepError,
     MalformedFrameError,
     WrongCodecError,
     WrongLeaseError,
@@ -90,15 +92,18 @@ class BoundaryInbox:
         if leg is None:
             raise MalformedFrameError(f"direction {key.direction} is not a boundary's")
         member = self._swarm.check(Incarnation(key.incarnation), sender)
-        neighbour = self._stage.stage + (-1 if leg == "forward" else 1)
-        if key.stage != self._stage.stage or member.stage != neighbour:
+        if member.stage != key.stage + (-1 if leg == "forward" else 1):
+            raise ImpossibleLeaseError(
+                f"{leg} tensor from stage {member.stage} for stage {key.stage}; they are no "
+                "neighbours that way"
+            )
+        if key.stage != self._stage.stage:
             raise WrongLeaseError(
-                f"{leg} tensor from stage {member.stage} for stage {key.stage}; "
-                f"this is stage {self._stage.stage}"
+                f"{leg} tensor for stage {key.stage}; this is stage {self._stage.stage}"
             )
         self._check_not_over(key.step, key.attempt)
         if key.microbatch >= self._max_microbatches:
-            raise WrongLeaseError(
+            raise ImpossibleLeaseError(
                 f"microbatch {key.microbatch}; steps of this run have {self._max_microbatches}"
             )
         codec = self._codec(leg)
@@ -163,11 +168,14 @@ class BoundaryInbox:
         return parked is None or _try_of(parked) < _try_of(tensor)
 
     def _check_not_over(self, step: int, attempt: int) -> None:
-        if (step, attempt) < self._oldest or step > self._step + 1:
-            raise WrongStepError(
-                f"tensor of step {step}, attempt {attempt}; this node is at step {self._step}, "
-                f"attempt {self._attempt}"
-            )
+        where = (
+            f"tensor of step {step}, attempt {attempt}; this node is at step {self._step}, "
+            f"attempt {self._attempt}"
+        )
+        if (step, attempt) < self._oldest:
+            raise WrongStepError(where)
+        if step > self._step + 1:  # a step opens once everybody has applied the one before
+            raise ImpossibleStepError(where)
 
     # ---- the node's own progress ---------------------------------------------------------
 

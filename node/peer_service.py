@@ -18,6 +18,8 @@ from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     CapacityError,
     FencedError,
+    ImpossibleLeaseError,
+    ImpossibleStepError,
     ProtocolError,
     ShoalError,
     WrongLeaseError,
@@ -44,6 +46,9 @@ _NO_STAGE = "this node holds no stage at the moment"
 
 _NOT_A_FAULT = (WrongStepError, WrongLeaseError, FencedError)
 """What honest nodes do when a command reaches them late."""
+
+_IMPOSSIBLE = (ImpossibleStepError, ImpossibleLeaseError)
+"""What no delay explains."""
 
 
 class Inboxes(Protocol):
@@ -209,7 +214,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     def _blame(self, sender: PeerId, error: ProtocolError) -> None:
         log.info("refused a tensor of %s: %s: %s", sender, type(error).__name__, error)
-        if not isinstance(error, _NOT_A_FAULT):
+        if isinstance(error, _IMPOSSIBLE) or not isinstance(error, _NOT_A_FAULT):
             self._on_bad(sender, error)
 
     # ---- state and liveness --------------------------------------------------------------

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.protocol.errors import (
+    ImpossibleLeaseError,
+    ImpossibleStepError,
     MalformedFrameError,
     ReduceMismatchError,
     WrongLeaseError,
@@ -64,11 +66,12 @@ class ReduceInbox:
         if key.direction not in _DIRECTIONS:
             raise MalformedFrameError(f"direction {key.direction} is not a reduction's")
         if sender.stage != self._stage or key.stage != self._stage:
-            raise WrongLeaseError(
+            kind = WrongLeaseError if sender.stage == key.stage else ImpossibleLeaseError
+            raise kind(
                 f"slice of stage {key.stage} from stage {sender.stage}; this is stage {self._stage}"
             )
         if key.step > self._committed_step + 2:  # peers may have applied a commit before us
-            raise WrongStepError(
+            raise ImpossibleStepError(
                 f"slice of step {key.step}; this node is at step {self._committed_step}"
             )
         length = header.shape[0] if len(header.shape) == 1 else -1

@@ -7,12 +7,14 @@ This connects them with the compute thread, the links and the session.
 
 import asyncio
 import logging
+import struct
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from shoal.compression.registry import Boundary
 from shoal.node.inbox import BoundaryInbox, BoundaryTensor
@@ -216,10 +218,8 @@ class StageMember:
         self._send(self._receipt(microbatch, done))
 
     def _receipt(self, microbatch: MicrobatchId, done: Computed) -> coordinator_pb2.NodeEvent:
-        parts = [done]
         forward = self._forwards.pop(microbatch, None)
-        if forward is not None:
-            parts.append(forward)
+        parts = [done] if forward is None else [forward, done]
         return coordinator_pb2.NodeEvent(
             receipt=coordinator_pb2.Receipt(
                 incarnation=self.incarnation,
@@ -231,6 +231,7 @@ class StageMember:
                 has_loss=done.loss_sum is not None,
                 busy_s=sum(part.busy_s for part in parts),
                 boundary_bytes=sum(len(p.payload) for p in parts if p.payload is not None),
+                digest=_receipt_digest(parts),
             )
         )
 
@@ -420,3 +421,14 @@ def _lease(lease: coordinator_pb2.Lease) -> LeaseFacts:
         downstream_done=lease.downstream_done,
         upstream_done=lease.upstream_done,
     )
+
+
+def _receipt_digest(parts: Sequence[Computed]) -> int:
+    """Over what came of a microbatch, the same for whoever computes it."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        if part.payload is not None:
+            digest.update(part.payload)
+        if part.loss_sum is not None:
+            digest.update(struct.pack("<d", part.loss_sum))
+    return digest.intdigest()

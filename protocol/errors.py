@@ -108,8 +108,16 @@ class WrongStepError(ProtocolError):
     """A tensor of a step or attempt that isn't open here."""
 
 
+class ImpossibleStepError(WrongStepError):
+    """A tensor of a step so far from the open one that no delay explains it."""
+
+
 class WrongLeaseError(ProtocolError):
     """A tensor for a microbatch or stage that this node doesn't hold."""
+
+
+class ImpossibleLeaseError(WrongLeaseError):
+    """A tensor between stages that are no neighbours, or of a microbatch that no step has."""
 
 
 class WrongShapeError(ProtocolError):

@@ -473,6 +473,7 @@ class Receipt(_message.Message):
     HAS_LOSS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     BOUNDARY_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
@@ -485,6 +486,10 @@ class Receipt(_message.Message):
     """Seconds of computation spent on it, forward and backward."""
     boundary_bytes: _builtins.int
     """Encoded bytes that the node sent over boundaries for it."""
+    digest: _builtins.int
+    """XXH3-64 over the encoded tensors that came of it and the loss: whoever computes it again must
+    get the same bits. 0 says nothing.
+    """
     def __init__(
         self,
         *,
@@ -497,10 +502,11 @@ class Receipt(_message.Message):
         has_loss: _builtins.bool = ...,
         busy_s: _builtins.float = ...,
         boundary_bytes: _builtins.int = ...,
+        digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boundary_bytes", b"boundary_bytes", "busy_s", b"busy_s", "has_loss", b"has_loss", "incarnation", b"incarnation", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boundary_bytes", b"boundary_bytes", "busy_s", b"busy_s", "digest", b"digest", "has_loss", b"has_loss", "incarnation", b"incarnation", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "stage", b"stage", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,8 @@ from shoal.node.links import INCARNATION_METADATA
 from shoal.protocol.errors import (
     ChecksumError,
     FencedError,
+    ImpossibleLeaseError,
+    ImpossibleStepError,
     MalformedFrameError,
     NonFiniteError,
     OversizedStreamError,
@@ -27,7 +29,6 @@ from shoal.protocol.errors import (
     TruncatedStreamError,
     UnknownPeerError,
     WrongCodecError,
-    WrongLeaseError,
     WrongRunError,
     WrongShapeError,
     WrongStepError,
@@ -193,13 +194,14 @@ FAULTS: dict[str, tuple[Spoil, type[ShoalError]]] = {
     "a reduction's direction": (
         whole(_set(direction=types_pb2.DIRECTION_REDUCE_TOTAL)), MalformedFrameError
     ),
+    "wrong step": (whole(_far_ahead), ImpossibleStepError),
+    "wrong stage": (whole(_set(stage=0)), ImpossibleLeaseError),
+    "no such microbatch": (whole(_set(microbatch=10**6)), ImpossibleLeaseError),
 }  # fmt: skip
 """Each costs its sender a mark."""
 
 LATE: dict[str, tuple[Spoil, type[ShoalError]]] = {
-    "wrong step": (whole(_far_ahead), WrongStepError),
-    "wrong stage": (whole(_set(stage=0)), WrongLeaseError),
-    "no such microbatch": (whole(_set(microbatch=10**6)), WrongLeaseError),
+    "a step that is over": (whole(_set(step=0)), WrongStepError),
     "no such incarnation": (whole(_set(incarnation=10**9)), FencedError),
 }
 """Refused, yet no fault: honest nodes do so when a command reaches them late."""

@@ -27,6 +27,7 @@ def assert_undisturbed(swarm: FakeSwarm) -> None:
             assert ids == list(range(swarm.run.spec.batch.microbatches))
     for step, weights in state.weights_digests.items():
         assert weights == expected.weights[step]
+    assert "contradiction" not in kinds(swarm)
 
 
 def kinds(swarm: FakeSwarm) -> list[str]:
@@ -752,6 +753,21 @@ def test_impossible_receipts_are_refused_and_marked(receipt: pb.Receipt) -> None
     assert kinds(swarm)[-1] == "refused"
     swarm.finish()
     assert_undisturbed(swarm)
+
+
+def test_who_computes_a_microbatch_again_with_other_bits_is_named() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    honest, other = swarm.at(1)
+    other.corrupt_bits = 1
+    ledger = swarm.conductor.ledger
+    assert ledger is not None
+    swarm.run_until(
+        lambda: any(r.incarnation == honest.incarnation for r in ledger.receipts.values())
+    )
+    honest.kill()
+    swarm.finish()
+    assert "with other bits than" in lines(swarm)
 
 
 def test_a_negative_norm_is_refused() -> None:

@@ -309,3 +309,20 @@ def test_whatever_the_order_every_microbatch_counts_once_and_the_step_ends(
     for slot in ledger._holders:
         if slot not in ledger.receipts:
             assert ledger.is_validation(slot[0])
+
+
+def test_a_withdrawn_receipt_contradicts_another_digest_of_the_same_slot_only() -> None:
+    ledger = make((A, B), (C,), microbatches=2)
+
+    def receipt(who: Incarnation, digest: int, microbatch: int) -> ReceiptFacts:
+        return ReceiptFacts(who, MicrobatchId(microbatch), Stage(0), digest=digest)
+
+    first = ledger.holder(MicrobatchId(0), Stage(0))
+    other = B if first == A else A
+    assert ledger.record_receipt(receipt(first, 7, 0))
+    assert ledger.contradicts(receipt(first, 7, 0)) is None
+    ledger.fence([first])
+    assert ledger.contradicts(receipt(other, 8, 0)) == first
+    assert ledger.contradicts(receipt(other, 7, 0)) is None
+    assert ledger.contradicts(receipt(other, 0, 0)) is None
+    assert ledger.contradicts(receipt(other, 8, 1)) is None

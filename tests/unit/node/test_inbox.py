@@ -13,6 +13,8 @@ from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     CodecError,
     FencedError,
+    ImpossibleLeaseError,
+    ImpossibleStepError,
     MalformedFrameError,
     NonFiniteError,
     ProtocolError,
@@ -147,15 +149,15 @@ def test_tensors_of_both_neighbours_are_admitted_with_their_exact_length(
         ({"incarnation": 77}, UP, FencedError),
         ({"incarnation": 0}, UP, FencedError),
         ({}, UP_TOO, UnknownPeerError),
-        ({"incarnation": 3}, DOWN, WrongLeaseError),  # stage 2 sends no activations here
-        ({"incarnation": 2}, HERE, WrongLeaseError),
-        ({"direction": 2}, UP, WrongLeaseError),  # nor stage 0 gradients
-        ({"stage": 2}, UP, WrongLeaseError),
+        ({"incarnation": 3}, DOWN, ImpossibleLeaseError),  # stage 2 sends no activations here
+        ({"incarnation": 2}, HERE, ImpossibleLeaseError),
+        ({"direction": 2}, UP, ImpossibleLeaseError),  # nor stage 0 gradients
+        ({"stage": 2}, UP, ImpossibleLeaseError),
         ({"step": COMMITTED}, UP, WrongStepError),
-        ({"step": COMMITTED + 2}, UP, WrongStepError),
+        ({"step": COMMITTED + 2}, UP, ImpossibleStepError),
         ({"step": 0}, UP, WrongStepError),
-        ({"step": 2**64 - 1}, UP, WrongStepError),
-        ({"microbatch": 6}, UP, WrongLeaseError),
+        ({"step": 2**64 - 1}, UP, ImpossibleStepError),
+        ({"microbatch": 6}, UP, ImpossibleLeaseError),
         ({"codec": "fp32"}, UP, WrongCodecError),
         ({"codec": "x" * 4000}, UP, WrongCodecError),
         ({"codec_version": 1}, UP, WrongCodecError),

@@ -8,6 +8,8 @@ import pytest
 
 from shoal.node.reduce_inbox import ReduceInbox
 from shoal.protocol.errors import (
+    ImpossibleLeaseError,
+    ImpossibleStepError,
     MalformedFrameError,
     ProtocolError,
     ReduceMismatchError,
@@ -74,10 +76,10 @@ def inbox_in_round(round: int = 1) -> ReduceInbox:
     [
         (slice_header(run_id="other"), member(2), WrongRunError),
         (slice_header(direction=types_pb2.DIRECTION_FORWARD), member(2), MalformedFrameError),
-        (slice_header(), member(2, stage=1), WrongLeaseError),
-        (slice_header(stage=1), member(2), WrongLeaseError),
+        (slice_header(), member(2, stage=1), ImpossibleLeaseError),
+        (slice_header(stage=1), member(2), ImpossibleLeaseError),
         (slice_header(step=COMMITTED), member(2), WrongStepError),
-        (slice_header(step=COMMITTED + 3), member(2), WrongStepError),
+        (slice_header(step=COMMITTED + 3), member(2), ImpossibleStepError),
         (slice_header(shape=(7,)), member(2), WrongShapeError),
         (slice_header(shape=(1, 3)), member(2), WrongShapeError),
         (slice_header(shape=()), member(2), WrongShapeError),
