@@ -109,6 +109,12 @@ class Session:
         """Microbatches per second, 0 while not measured."""
         return 1.0 / max(statistics.median(self.busy), 1e-6) if self.busy else 0.0
 
+    def rest(self) -> None:
+        """It gets no work in a step: forget the older half of its measurements. A node that was
+        slow for a while is so tried again, as fast as the others on average."""
+        for _ in range((len(self.busy) + 1) // 2):
+            self.busy.popleft()
+
     def held(self) -> coordinator_pb2.HeldState | None:
         return self.hello.held if self.hello.HasField("held") else None
 

@@ -78,6 +78,9 @@ class StepRunner:
             num_microbatches=spec.batch.microbatches,
             num_validation=num_validation(spec, step, has_data=bool(self._run.data.validation)),
         )
+        for session in (s for group in holders.values() for s in group):
+            if not ledger.leases_of(session.incarnation):
+                session.rest()
         self._log.record(StepOpened(time_s=self._log.clock(), step=step, attempt=attempt))
         self.opened = OpenStep(
             step=step,

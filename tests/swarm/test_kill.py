@@ -30,7 +30,7 @@ async def replace(swarm: Swarm, victim: NodeView, name: str) -> None:
     await swarm.advance(2)
     assert victim.incarnation in swarm.fenced_in_open_step()
     told = [e.text for e in (await swarm.view()).events]
-    assert any("rerouted" in text and victim.name in text for text in told)
+    assert any(f"{victim.name} left stage {victim.stage}" in text for text in told)
     joined = await swarm.placed(swarm.start_node(name))
     assert joined.stage == victim.stage
     await swarm.wait_until(
@@ -58,6 +58,7 @@ async def test_nodes_killed_in_mid_step_and_others_joining_change_no_bit(tmp_pat
         await swarm.stop_in_mid_step(victim)
         swarm.kill(victim)
         await replace(swarm, view.stages[1].nodes[0], "n4")
+        assert any("rerouted to" in e.text for e in (await swarm.view()).events)
 
         # With gradients in its sums that are nowhere else, its share being done.
         frozen = swarm.process_of(view.stages[1].nodes[1])

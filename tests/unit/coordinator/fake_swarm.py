@@ -183,6 +183,7 @@ class FakeNode:
         self.uploads: list[tuple[int, int, int]] = []  # (step, stage, weights)
         self.held_sums: tuple[int, int] | None = None
         # What a test may break.
+        self.busy_s = 0.1  # as it reports for each microbatch
         self.corrupt_bits = 0
         self.corrupt_sums = 0
         self.corrupt_copy = 0
@@ -453,7 +454,7 @@ class FakeNode:
             receipt=pb.Receipt(
                 incarnation=self.incarnation, step=step, attempt=now.attempt, microbatch=m,
                 stage=stage, loss_sum=mix(step, m) % 1000 / 100.0 if is_last else 0.0,
-                has_loss=is_last, busy_s=0.1, boundary_bytes=10,
+                has_loss=is_last, busy_s=self.busy_s, boundary_bytes=10,
                 digest=(gradient ^ self.corrupt_bits) & MASK,
             )
         )  # fmt: skip

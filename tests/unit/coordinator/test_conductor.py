@@ -9,7 +9,7 @@ import pytest
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.step_runner import Phase
 from shoal.protocol.errors import StorageError, VersionError
-from shoal.protocol.ids import PeerId, Stage
+from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.version import PROTOCOL_VERSION
 
@@ -768,6 +768,20 @@ def test_who_computes_a_microbatch_again_with_other_bits_is_named() -> None:
     honest.kill()
     swarm.finish()
     assert "with other bits than" in lines(swarm)
+
+
+def test_a_node_that_was_slow_for_a_while_gets_work_again() -> None:
+    swarm = FakeSwarm(make_run(steps=30), 4)
+    swarm.run_until(in_step(swarm))
+    node = swarm.at(0)[0]
+    node.busy_s = 10.0
+    swarm.run_to_step(8)
+    who, records = Incarnation(node.incarnation), swarm.conductor.state.records
+    assert records[8].contributions[0][who] == ()
+    node.busy_s = 0.1
+    swarm.finish()
+    done = [len(r.contributions[0][who]) for r in swarm.conductor.state.records.values()]
+    assert all(done[-5:])
 
 
 def test_a_negative_norm_is_refused() -> None:

@@ -59,3 +59,14 @@ def test_a_node_is_told_once_what_it_waits_for() -> None:
     for reason in ("a", "a", "b"):
         session.say(reason)
     assert session.outbox.qsize() == 2
+
+
+def test_a_node_at_rest_forgets_its_older_measurements_until_it_counts_as_average() -> None:
+    session = make()
+    session.busy.extend([4.0, 4.0, 4.0, 1.0, 1.0])
+    session.rest()
+    assert list(session.busy) == [1.0, 1.0]
+    session.rest()
+    session.rest()
+    session.rest()
+    assert session.speed == 0.0
