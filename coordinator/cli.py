@@ -5,6 +5,7 @@ import contextlib
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -193,3 +194,9 @@ def list_command(
         terminal.line(f"{name}  {state}  {folder}")
     if not runs:
         terminal.line(f"no runs in {runs_folder()}; `shoal launch RUN.toml` begins one")
+
+
+def example_command() -> None:
+    """A RUN.toml to start from."""
+    text = resources.files("shoal.coordinator").joinpath("example.toml").read_text("utf-8")
+    typer.echo(text, nl=False)

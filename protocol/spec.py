@@ -253,7 +253,7 @@ def load_run_spec(path: Path) -> RunSpec:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such file. Write one, or start from `shoal run example`."
+            f"{path}: no such file. Write one, or start from `shoal run example > {path}`."
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -62,6 +62,7 @@ def _register() -> None:
     app.command("check")(coordinator.check_command)
     app.command("export")(coordinator.export_command)
     run_app.command("list")(coordinator.list_command)
+    run_app.command("example")(coordinator.example_command)
     app.command("join")(node.join_command)
 
 
