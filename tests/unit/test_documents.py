@@ -27,9 +27,6 @@ DOCUMENTS = sorted(
 
 FOLDERS = ("protocol", "compression", "node", "coordinator", "src", "scripts", "tests", "deploy",
            "docs")  # fmt: skip
-ELSEWHERE = ("shared" + "/", "/work" + "/")
-"""Paths of the machine that this was written on; they mean nothing to a reader."""
-
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+)`")
@@ -184,11 +181,6 @@ def test_readme_maps_every_folder() -> None:
     mapped = text_of(README).partition("## Map")[2]
     missing = [f for f in FOLDERS if (ROOT / f).is_dir() and f"`{f}/" not in mapped]
     assert missing == []
-
-
-@every_document
-def test_documents_name_nothing_of_the_machine_they_were_written_on(document: Path) -> None:
-    assert [word for word in ELSEWHERE if word in text_of(document)] == []
 
 
 # ---- exit codes --------------------------------------------------------------------------

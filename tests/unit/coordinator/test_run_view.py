@@ -10,7 +10,7 @@ from shoal.coordinator.step_runner import Phase
 from shoal.protocol.ids import PeerId
 
 from .fake_swarm import FakeNode, FakeSwarm, make_run
-from .test_conductor import in_step, say_farewell
+from .swarm_checks import in_step, say_farewell
 from .test_state import committed
 
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests ask of a fake swarm."""
+
+from collections.abc import Callable
+
+from shoal.coordinator.step_runner import Phase
+from shoal.protocol.proto import coordinator_pb2 as pb
+
+from .fake_swarm import FakeNode, FakeSwarm, reference
+
+
+def assert_undisturbed(swarm: FakeSwarm) -> None:
+    """Records and weights are those of a run in which nothing happened."""
+    expected, state = reference(swarm.run), swarm.conductor.state
+    assert state.records.keys() == set(range(1, state.highest_step + 1))
+    for step, record in state.records.items():
+        assert record.sums_digests == expected.sums[step]
+        for parts in record.contributions:
+            ids = sorted(m for ids in parts.values() for m in ids)
+            assert ids == list(range(swarm.run.spec.batch.microbatches))
+    for step, weights in state.weights_digests.items():
+        assert weights == expected.weights[step]
+    assert "contradiction" not in kinds(swarm)
+
+
+def kinds(swarm: FakeSwarm) -> list[str]:
+    return [kind for _, kind, _ in swarm.conductor.events]
+
+
+def lines(swarm: FakeSwarm) -> str:
+    return "\n".join(text for *_, text in swarm.conductor.events)
+
+
+def in_step(swarm: FakeSwarm, step: int = 2) -> Callable[[], bool]:
+    return lambda: (
+        swarm.conductor.phase is Phase.STEP
+        and swarm.conductor.state.step == step - 1
+        and swarm.conductor.ledger is not None
+        and swarm.conductor.ledger.receipts_done() > 2
+    )
+
+
+def say_farewell(node: FakeNode) -> None:
+    node.say(farewell=pb.Farewell(reason="bedtime"))
