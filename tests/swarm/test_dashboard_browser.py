@@ -191,6 +191,13 @@ async def test_finished_page_sums_the_run_up(served: Served) -> None:
     assert "0 steps lost, 0 microbatches missing" in summary
 
 
+async def test_stages_of_a_run_that_is_over_are_not_shown_as_lacking_nodes(served: Served) -> None:
+    view = fake.training_view(200, state="finished")
+    stages = [stage.model_copy(update={"nodes": []}) for stage in view.stages]
+    page = await served.open(view.model_copy(update={"stages": stages}))
+    await expect(page.locator(".nobody.over")).to_have_text(["The run is over"] * len(stages))
+
+
 async def test_updates_arrive_and_keep_the_elements(served: Served) -> None:
     page = await served.open(fake.training_view())
     await page.evaluate("document.querySelector('.node').dataset.witness = 'kept'")
