@@ -21,6 +21,7 @@ from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.discovery import Discovery
 from shoal.protocol.errors import CapacityError, RunFailedError
 from shoal.protocol.identity import NodeIdentity, TlsKey
+from shoal.protocol.join_link import join_address
 from shoal.protocol.proto import coordinator_pb2_grpc
 from shoal.protocol.rpc import Credentials, create_server, serve_secure
 from shoal.protocol.task_scope import TaskScope
@@ -122,7 +123,7 @@ class Coordinator:
             await server.start()
             tasks.spawn(self._renew_leaf(credentials))
             yield Addresses(
-                admission, session, f"http://{_bracketed(config.http_host)}:{http_port}/"
+                admission, session, f"http://{join_address(config.http_host, http_port)}/"
             )
         finally:
             await server.stop(grace=_GOODBYE_S)
@@ -144,13 +145,15 @@ class Coordinator:
     def _listen(
         self, server: grpc.aio.Server, credentials: Credentials, admission: int, session: int
     ) -> tuple[str, str]:
-        host = _bracketed(self._config.host)
-        advertised = _bracketed(self._config.advertise or self._config.host)
-        bound = (
-            serve_secure(server, f"{host}:{admission}", credentials.admission_server_credentials()),
-            serve_secure(server, f"{host}:{session}", credentials.server_credentials()),
+        host = self._config.host
+        advertised = self._config.advertise or host
+        admission = serve_secure(
+            server, join_address(host, admission), credentials.admission_server_credentials()
         )
-        return f"{advertised}:{bound[0]}", f"{advertised}:{bound[1]}"
+        session = serve_secure(
+            server, join_address(host, session), credentials.server_credentials()
+        )
+        return join_address(advertised, admission), join_address(advertised, session)
 
     # ---- identity ------------------------------------------------------------------------
 
@@ -238,7 +241,3 @@ class Coordinator:
 def _port(address: str) -> int:
     tail = address.rpartition(":")[2]
     return int(tail) if tail.isdecimal() else 0
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.protocol.ids import Incarnation, PeerId
+from shoal.protocol.ids import NOBODY, Incarnation, PeerId
 
 
 class Event(BaseModel):
@@ -152,7 +152,7 @@ class RunState:
     """The highest step ever committed; above `step` after a rollback."""
     attempt: int = 0
     """Attempts at step + 1 so far."""
-    last_incarnation: Incarnation = Incarnation(0)  # noqa: RUF009 - a NewType over int
+    last_incarnation: Incarnation = NOBODY
     records: dict[int, StepCommitted] = field(default_factory=dict)
     weights_digests: dict[int, tuple[int, ...]] = field(default_factory=dict)
     peers: dict[Incarnation, PeerId] = field(default_factory=dict)

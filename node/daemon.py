@@ -24,7 +24,7 @@ from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.errors import CapacityError, ProtocolError
 from shoal.protocol.identity import NodeIdentity
 from shoal.protocol.ids import PeerId, display_name
-from shoal.protocol.join_link import JoinLink
+from shoal.protocol.join_link import JoinLink, join_address
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.rpc import create_server, serve_secure
 from shoal.protocol.task_scope import TaskScope
@@ -131,10 +131,10 @@ class NodeDaemon:
         add_peer_servicer(service, server)
         port = serve_secure(
             server,
-            f"{_bracketed(config.host)}:{config.port}",
+            join_address(config.host, config.port),
             membership.credentials.server_credentials(),
         )
-        address = f"{_bracketed(config.advertise or config.host)}:{port}"
+        address = join_address(config.advertise or config.host, port)
 
         async def rejoin() -> None:
             membership.take_over(await self._join())
@@ -213,7 +213,3 @@ def _scratch(folder: Path) -> Iterator[Path]:
         raise storage_error(folder, error) from None
     with scratch as path:
         yield Path(path)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -46,7 +46,7 @@ from shoal.protocol.discovery_peers import (
     split_multiaddr,
     write_peers,
 )
-from shoal.protocol.errors import CapacityError, ProtocolError, UnreachableError
+from shoal.protocol.errors import CapacityError, ProtocolError, StorageError, UnreachableError
 from shoal.protocol.ids import PeerId, RunId
 
 logger = logging.getLogger(__name__)
@@ -372,7 +372,7 @@ class _DhtPeer:
             self._remembered = merged
             try:
                 write_peers(self._peers_path, merged)
-            except OSError as error:
+            except StorageError as error:
                 logger.warning("cannot remember discovery peers: %s", error)
 
 

@@ -7,14 +7,14 @@ nothing but the way back in without a join link.
 
 import ipaddress
 import json
-import os
 import socket
-import tempfile
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from shoal.protocol.atomic_file import AtomicFile
 from shoal.protocol.errors import CapacityError, ConfigError
+from shoal.protocol.identity import load_or_create_secret
 
 MAX_PEERS_KEPT = 32
 _MAX_MULTIADDR_CHARS = 256
@@ -64,8 +64,9 @@ def read_peers(path: Path) -> list[str]:
 
 
 def write_peers(path: Path, addresses: list[str]) -> None:
-    """Replace the remembered multiaddrs. Raises `OSError`; the old file stays then."""
-    _write_atomically(path, json.dumps(addresses, indent=1).encode())
+    """Replace the remembered multiaddrs. Raises `StorageError`; the old file stays then."""
+    with AtomicFile(path) as file:
+        file.write(json.dumps(addresses, indent=1).encode())
 
 
 def split_multiaddr(address: str) -> tuple[str, str]:
@@ -104,18 +105,4 @@ def ensure_identity(path: Path) -> None:
         return
     key = Ed25519PrivateKey.generate()
     raw = key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, b"\x08\x01\x12\x40" + raw)
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    load_or_create_secret(path, lambda: b"\x08\x01\x12\x40" + raw)

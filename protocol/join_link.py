@@ -56,6 +56,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, port
 
 
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _without_zone(host: str) -> str:
     if "%" in host:
         raise ValueError("an IPv6 zone means something on one machine only")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.protocol.errors import AdmissionError
 from shoal.protocol.ids import RunId
-from shoal.protocol.join_link import MAX_LINK_CHARS, JoinLink, split_address
+from shoal.protocol.join_link import MAX_LINK_CHARS, JoinLink, join_address, split_address
 
 LINK = JoinLink(
     addresses=("example.org:4100",),
@@ -130,3 +130,8 @@ def test_address_splits_into_host_and_port(address: str, expected: tuple[str, in
 def test_anything_else_is_no_address(address: str) -> None:
     with pytest.raises(ValueError, match=r"port|host name|IPv6"):
         split_address(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "node.example.org"])
+def test_joined_addresses_split_again(host: str) -> None:
+    assert split_address(join_address(host, 7600)) == (host, 7600)
