@@ -150,6 +150,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report_unretrieved)
         self._thread = threading.Thread(target=self._run, name="shoal-dht", daemon=True)
         self._stopped = False
         self._thread.start()
@@ -191,6 +192,17 @@ class _LoopThread:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
+
+
+def _report_unretrieved(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A reader task of hivemind's ends with its helper process, and nobody awaits it.
+
+    Ctrl-C in a terminal reaches the helper as well, often before us.
+    """
+    if isinstance(context.get("exception"), ConnectionError):
+        logger.debug("lost the discovery helper: %r", context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 class _DhtPeer:
