@@ -19,6 +19,7 @@ from shoal.coordinator.run_folder import (
     run_id_of,
     runs_folder,
 )
+from shoal.protocol.fault_injector import FAULTS_VARIABLE
 from shoal.protocol.spec import load_run_spec
 from shoal.protocol.terminal import Terminal, quits_on_signals
 
@@ -83,6 +84,9 @@ def launch_command(
         bool, typer.Option("--keep-running", help="Serve the dashboard after the run's end.")
     ] = False,
     discovery: Annotated[bool, typer.Option(help="Be found through the DHT.")] = True,
+    faults: Annotated[
+        Path | None, typer.Option(hidden=True, envvar=FAULTS_VARIABLE, help="For tests.")
+    ] = None,
 ) -> None:
     """Coordinate a run: launch it, or resume it where it was."""
     from shoal.coordinator.launch import launch
@@ -102,6 +106,7 @@ def launch_command(
         keep_running=keep_running,
         discovery=discovery,
         allowed_hosts=tuple(allow_host or ()),
+        faults=faults,
     )
     terminal = Terminal()
     with quits_on_signals(), progress_reporter(terminal) as progress:

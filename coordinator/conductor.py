@@ -34,6 +34,7 @@ from shoal.protocol.errors import (
     StorageError,
     VersionError,
 )
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import PeerId, display_name
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import ResolvedRun
@@ -54,6 +55,7 @@ class Conductor:
         snapshots: SnapshotStore,
         *,
         clock: Callable[[], float] = time.time,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self.run = run
         self.snapshots = snapshots
@@ -64,7 +66,7 @@ class Conductor:
         spec = run.spec
         self._log = RunLog(store, clock)
         self._members = Members(self._log, spec.pipeline.stages)
-        self._runner = StepRunner(run, self._log, self._members)
+        self._runner = StepRunner(run, self._log, self._members, faults)
         self._events = NodeEvents(self._log, self._members, self._runner, spec.fault)
         boundary, shape = parse_boundary(spec.pipeline.boundary), boundary_shape(spec)
         assert spec.pipeline.cuts is not None

@@ -19,6 +19,7 @@ from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.store import SqliteEventStore
 from shoal.protocol.discovery import Discovery
 from shoal.protocol.errors import CapacityError, ShoalError
+from shoal.protocol.fault_injector import faults_from
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.terminal import STOP_SIGNALS, Terminal, quit_now
 
@@ -43,7 +44,9 @@ def launch(
         try:
             # In the main thread, where a signal interrupts it.
             run = open_run(spec, config.folder, progress)
-            conductor = Conductor(run, store, SnapshotStore(config.folder, run))
+            conductor = Conductor(
+                run, store, SnapshotStore(config.folder, run), faults=faults_from(config.faults)
+            )
             asyncio.run(_serve(conductor, config, discovery, previous, terminal))
             return conductor
         finally:

@@ -48,6 +48,8 @@ class LaunchConfig:
     """Go on serving the dashboard when the run is over."""
     discovery: bool = True
     allowed_hosts: tuple[str, ...] = ()
+    faults: Path | None = None
+    """Faults on order, for tests (protocol/faults.py)."""
     leaf_lifetime_s: float = LEAF_LIFETIME_S
     """Of nodes' and coordinator's certificates, which are renewed after a third of it."""
 

@@ -18,6 +18,8 @@ from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.state import StepApplied, StepOpened
 from shoal.protocol.errors import RunFailedError
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
+from shoal.protocol.faults import Moment
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.scale import scale_exponent
@@ -41,7 +43,9 @@ class Phase(Enum):
 
 
 class StepRunner:
-    def __init__(self, run: ResolvedRun, log_: RunLog, members: Members) -> None:
+    def __init__(
+        self, run: ResolvedRun, log_: RunLog, members: Members, faults: Faults = NO_FAULTS
+    ) -> None:
         self.phase = Phase.BETWEEN
         self.opened: OpenStep | None = None
         """The step that is open or being applied."""
@@ -49,6 +53,7 @@ class StepRunner:
         self._run = run
         self._log = log_
         self._members = members
+        self._faults = faults
         self._progress_s = log_.clock()
         self._ties = 0
         self._suspect: tuple[int, PeerId] | None = None  # (attempt, who) of the first bad number
@@ -82,6 +87,7 @@ class StepRunner:
             if not ledger.leases_of(session.incarnation):
                 session.rest()
         self._log.record(StepOpened(time_s=self._log.clock(), step=step, attempt=attempt))
+        self._faults.reach(Moment.STEP_OPENED, step)
         self.opened = OpenStep(
             step=step,
             attempt=attempt,
@@ -222,7 +228,10 @@ class StepRunner:
             self._settle(dissent)
             if self.opened is None:
                 return
-        for stage in ledger.stages_to_reduce():
+        complete = ledger.stages_to_reduce()
+        if complete and ledger.receipts_done() == ledger.receipts_total():
+            self._faults.reach(Moment.RECEIPTS_COMPLETE, opened.step)
+        for stage in complete:
             command = commands.reduce(opened.step, opened.attempt, ledger.start_round(stage))
             for part in command.parts:
                 session = self._members.by_incarnation(part.incarnation)
@@ -262,6 +271,7 @@ class StepRunner:
                 "bits than before (docs/assumptions.md)"
             )
         self._log.record(record)
+        self._faults.reach(Moment.COMMIT_WRITTEN, opened.step)
         self.phase = Phase.APPLYING
         self._suspect, self._ties = None, 0
         self.progressed()

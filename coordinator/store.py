@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shoal.protocol.atomic_file import storage_error
+from shoal.protocol.disk import require_space
 from shoal.protocol.errors import CapacityError, StorageError, VersionError
 from shoal.protocol.spec import canonical_json
 from shoal.version import EVENT_LOG_VERSION
@@ -218,6 +219,7 @@ class SqliteEventStore(EventStore):
 
     def _write(self, records: list[StoredEvent]) -> None:
         with _storage_errors(self.path), self._transaction():
+            require_space(self.path)
             self._database.executemany(
                 "INSERT INTO events VALUES (?, ?, ?)",
                 [(record.sequence, record.kind, record.payload) for record in records],
@@ -229,6 +231,7 @@ class SqliteEventStore(EventStore):
 
     def _replace(self, record: StoredEvent) -> None:
         with _storage_errors(self.path), self._transaction():
+            require_space(self.path)
             self._database.execute("DELETE FROM events WHERE sequence <= ?", (record.sequence,))
             self._database.execute(
                 "INSERT INTO events VALUES (?, ?, ?)",
@@ -355,6 +358,8 @@ def _decode(records: Iterable[StoredEvent]) -> Iterator[Event]:
 def _storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
+    except OSError as error:
+        raise storage_error(path, error) from error
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             remedy = f"free some space under {path.parent}; the run goes on from its last event"

@@ -17,6 +17,7 @@ import typer
 
 from shoal.node.config import NodeConfig, default_folder
 from shoal.protocol.errors import AdmissionError, ConfigError
+from shoal.protocol.fault_injector import FAULTS_VARIABLE, Faults, faults_from
 from shoal.protocol.join_link import MAX_LINK_CHARS, JoinLink
 from shoal.protocol.spec import parse_spec
 from shoal.protocol.terminal import STOP_SIGNALS, Terminal, quit_now, quits_on_signals
@@ -49,6 +50,9 @@ def join_command(
     grace_s: Annotated[
         float | None, typer.Option(help="Seconds that handing over may take after Ctrl-C.")
     ] = None,
+    faults: Annotated[
+        Path | None, typer.Option(hidden=True, envvar=FAULTS_VARIABLE, help="For tests.")
+    ] = None,
 ) -> None:
     """Lend this machine to a run, until it is over or you press Ctrl-C."""
     flags = {
@@ -67,7 +71,7 @@ def join_command(
         config = load_config(flags, os.environ, folder)
         parsed = JoinLink.parse(_link_text(link, link_file, terminal))
         parsed.require_fresh(time.time())
-        asyncio.run(_run(config, parsed, terminal))
+        asyncio.run(_run(config, parsed, terminal, faults_from(faults)))
 
 
 def load_config(
@@ -97,13 +101,13 @@ def load_config(
     return parse_spec(NodeConfig, values, f"node configuration (flags, environment, {path})")
 
 
-async def _run(config: NodeConfig, link: JoinLink, terminal: Terminal) -> None:
+async def _run(config: NodeConfig, link: JoinLink, terminal: Terminal, faults: Faults) -> None:
     if config.device in ("auto",) or config.device.startswith("cuda"):
         # Without it cuBLAS may give other bits from run to run. Read when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from shoal.node.daemon import NodeDaemon  # imports torch; a wrong link fails before that
 
-    daemon = NodeDaemon(config, link, terminal.line)
+    daemon = NodeDaemon(config, link, terminal.line, faults)
     running = asyncio.create_task(daemon.run())
     loop = asyncio.get_running_loop()
     presses = 0

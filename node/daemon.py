@@ -22,6 +22,7 @@ from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.errors import CapacityError, ProtocolError
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.identity import NodeIdentity
 from shoal.protocol.ids import PeerId, display_name
 from shoal.protocol.join_link import JoinLink, join_address
@@ -36,8 +37,11 @@ _GOODBYE_S = 0.2
 class NodeDaemon:
     """`run` returns when the run is over or the owner leaves."""
 
-    def __init__(self, config: NodeConfig, link: JoinLink, report: Report) -> None:
+    def __init__(
+        self, config: NodeConfig, link: JoinLink, report: Report, faults: Faults = NO_FAULTS
+    ) -> None:
         self._config = config
+        self._faults = faults
         self._link = link
         self._report = report
         self._identity = NodeIdentity.load_or_create(config.folder)
@@ -120,12 +124,14 @@ class NodeDaemon:
             tasks=tasks,
             send=lambda event: session.send(event),
             report=self._report,
+            faults=self._faults,
         )
         service = PeerService(
             run.run_id,
             swarm,
             holder,
             lambda peer, error: session.send(_bad_peer(holder, peer, error)),
+            self._faults,
         )
         server = create_server()
         add_peer_servicer(service, server)
@@ -149,6 +155,7 @@ class NodeDaemon:
             rejoin=rejoin,
             report=self._report,
             grace_s=config.grace_s,
+            faults=self._faults,
         )
         await server.start()
         self._report(f"{self.name} joined run {run.run_id}, listening on {address}, {device.name}")

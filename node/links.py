@@ -26,6 +26,7 @@ from shoal.protocol.errors import (
     WrongStepError,
     error_class,
 )
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import peer_pb2, types_pb2
 from shoal.protocol.rpc import Credentials, backoff
@@ -70,6 +71,7 @@ class PeerLinks:
         incarnation: Incarnation,
         on_refused: OnRefused,
         on_unreachable: OnUnreachable,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """`on_refused` hears of refusals that sending again does not cure; `on_unreachable` of
         every failure to deliver something after the first in a row."""
@@ -77,6 +79,7 @@ class PeerLinks:
         self._incarnation = incarnation
         self._on_refused = on_refused
         self._on_unreachable = on_unreachable
+        self._faults = faults
         self._streams: dict[tuple[Incarnation, str], _TensorStream] = {}
         self._closed = False
         self.bytes_sent = 0
@@ -109,6 +112,7 @@ class PeerLinks:
                 incarnation=self._incarnation,
                 on_refused=self._on_refused,
                 on_unreachable=self._on_unreachable,
+                faults=self._faults,
             )
         header.checksum = checksum(payload)
         self.bytes_sent += len(payload)
@@ -135,6 +139,7 @@ class _TensorStream:
     incarnation: Incarnation
     on_refused: OnRefused
     on_unreachable: OnUnreachable
+    faults: Faults
     _queue: deque[_Outgoing] = field(default_factory=deque)
     _pending: dict[int, _Outgoing] = field(default_factory=dict)
     _filled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,6 +148,10 @@ class _TensorStream:
 
     def __post_init__(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"push to {self.member.name}")
+
+    @property
+    def peer_id(self) -> PeerId:
+        return PeerId(self.member.peer_id)
 
     def put(self, header: types_pb2.TensorHeader, payload: Payload) -> asyncio.Future[None]:
         outgoing = _Outgoing(header, payload, asyncio.get_running_loop().create_future())
@@ -179,21 +188,26 @@ class _TensorStream:
 
     async def _serve(self) -> str:
         """One connection, for as long as it lasts; says why it ended."""
+        self.faults.check_link(self.peer_id)
         async with self.open_channel() as channel:
             call = open_tensor_stream(
                 channel, self.method, ((INCARNATION_METADATA, str(self.incarnation)),)
             )
             reader = asyncio.create_task(self._read(call))
             writer = asyncio.create_task(self._write(call))
+            parts = {reader, writer}
+            if self.faults.are_possible:
+                parts.add(asyncio.create_task(self.faults.link_drops(self.peer_id)))
             try:
-                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
                 if call.done():  # the reader knows why
                     await asyncio.wait({reader})
             finally:
                 call.cancel()
-                reader.cancel()
-                writer.cancel()
-                await asyncio.gather(reader, writer, return_exceptions=True)
+                for part in parts:
+                    part.cancel()
+                await asyncio.gather(*parts, return_exceptions=True)
+            self.faults.check_link(self.peer_id)
             (writer if reader.cancelled() else reader).result()
             return f"{self.member.name} ended the stream"
 
@@ -210,6 +224,8 @@ class _TensorStream:
                 continue
             self._sequence += 1
             self._pending[self._sequence] = outgoing
+            if delay_s := self.faults.delay_s(self.peer_id):
+                await asyncio.sleep(delay_s)
             header = types_pb2.TensorHeader()
             header.CopyFrom(outgoing.header)
             header.sequence = self._sequence

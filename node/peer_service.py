@@ -26,6 +26,7 @@ from shoal.protocol.errors import (
     WrongRunError,
     WrongStepError,
 )
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import peer_pb2, peer_pb2_grpc, types_pb2
 from shoal.protocol.rpc import abort_with, peer_id_from_context
@@ -115,12 +116,20 @@ class _ReduceStream:
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):
-    def __init__(self, run_id: str, swarm: SwarmView, inboxes: Inboxes, on_bad: OnBadPeer) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        swarm: SwarmView,
+        inboxes: Inboxes,
+        on_bad: OnBadPeer,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
         """`on_bad` hears of what no honest node sends, not of what merely came late."""
         self._run_id = run_id
         self._swarm = swarm
         self._inboxes = inboxes
         self._on_bad = on_bad
+        self._faults = faults
         self._open_streams: Counter[PeerId] = Counter()
         self._donations: Counter[PeerId] = Counter()
         self.bytes_received = 0
@@ -156,6 +165,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     ) -> AsyncGenerator[peer_pb2.PushAck, None]:
         try:
             sender = peer_id_from_context(context)
+            self._faults.check_link(sender)
             with _counted(self._open_streams, sender, _MAX_STREAMS, "tensor streams"):
                 await self._wait_for_plan(context)
                 receiving = self._receive(messages, open_stream(sender), sender)
@@ -173,6 +183,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     ) -> AsyncGenerator[peer_pb2.PushAck, None]:
         try:
             async for received in receive_tensors(messages, stream.admit):
+                self._faults.check_link(sender)
                 if isinstance(received, RefusedTensor):
                     yield self._refuse(received.header, received.error, sender)
                     continue

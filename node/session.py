@@ -22,6 +22,8 @@ from shoal.node.hardware import Device
 from shoal.node.stage_holder import Report, StageHolder
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import AdmissionError, ShoalError, UnreachableError, VersionError
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
+from shoal.protocol.faults import Moment
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc
 from shoal.protocol.rpc import backoff, error_from_rpc
 from shoal.version import PROTOCOL_VERSION, __version__
@@ -53,6 +55,7 @@ class NodeSession:
         rejoin: Callable[[], Awaitable[None]],
         report: Report,
         grace_s: float,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """`address` is where other nodes reach this one; `rejoin` gets a new certificate through
         the join link, when the old one has expired before it could be renewed."""
@@ -65,6 +68,7 @@ class NodeSession:
         self._rejoin = rejoin
         self._report = report
         self._grace_s = grace_s
+        self._faults = faults
         self._outbox: asyncio.Queue[coordinator_pb2.NodeEvent] = asyncio.Queue()
         self._stub: CoordinatorAsyncStub | None = None
         self._answered = False
@@ -149,7 +153,7 @@ class NodeSession:
         self._outbox = outbox = asyncio.Queue[coordinator_pb2.NodeEvent]()
         async with membership.credentials.channel(address, membership.coordinator) as channel:
             self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-            call = self._stub.Session(_events(self._hello(holder), outbox))
+            call = self._stub.Session(_events(self._hello(holder), outbox, self._faults))
             parts = [
                 asyncio.create_task(self._obey_all(call, holder)),
                 asyncio.create_task(self._heartbeat(holder)),
@@ -235,8 +239,13 @@ class NodeSession:
 
 
 async def _events(
-    hello: coordinator_pb2.NodeEvent, outbox: "asyncio.Queue[coordinator_pb2.NodeEvent]"
+    hello: coordinator_pb2.NodeEvent,
+    outbox: "asyncio.Queue[coordinator_pb2.NodeEvent]",
+    faults: Faults,
 ) -> AsyncIterator[coordinator_pb2.NodeEvent]:
     yield hello
     while True:
-        yield await outbox.get()
+        event = await outbox.get()
+        yield event
+        if event.HasField("prepared"):  # gRPC has written it, else it wouldn't ask for more
+            faults.reach(Moment.PREPARED, event.prepared.step)

@@ -83,6 +83,8 @@ class StageRuntime:
         self.step = 0
         self.accumulated: set[int] = set()
         """Microbatches whose gradient is in `sums`."""
+        self.poisoned = False
+        """The next gradient shall be NaN: a fault on order (protocol/faults.py)."""
 
         self._model = build_stage_model(run.spec.model, self.spec, device=device)
         self._parameters = list(self._model.parameters())
@@ -326,6 +328,9 @@ class StageRuntime:
     ) -> Tensor | None:
         wanted = self._parameters if self.spec.is_first else [*self._parameters, x]
         gradients = list(torch.autograd.grad(output, wanted, grad_output))
+        if self.poisoned:
+            self.poisoned = False
+            gradients[0] = torch.full_like(gradients[0], math.nan)
         input_gradient = None
         if not self.spec.is_first:
             input_gradient = gradients.pop()

@@ -23,6 +23,7 @@ from shoal.node.stage_worker import StageWorker
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import ShoalError, WrongLeaseError
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.task_scope import TaskScope
@@ -50,6 +51,7 @@ class StageHolder:
         tasks: TaskScope,
         send: Callable[[coordinator_pb2.NodeEvent], None],
         report: Report,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         run = membership.run
         self._run = run
@@ -64,6 +66,7 @@ class StageHolder:
         self._tasks = tasks
         self._send_event = send
         self._report = report
+        self._faults = faults
         self.on_stage: Callable[[], None] = lambda: None
         """Called when the stage has changed."""
         self.member: StageMember | None = None
@@ -203,6 +206,7 @@ class StageHolder:
             credentials=self._credentials,
             device=self._device.torch_device,
             send=self._send,
+            faults=self._faults,
         )
         held_sums, self._held_sums = self._held_sums, None
         if held_sums is not None and held_sums.step == step + 1:

@@ -32,6 +32,8 @@ from shoal.protocol.errors import (
     ShoalError,
     WrongStepError,
 )
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
+from shoal.protocol.faults import Moment
 from shoal.protocol.ids import Incarnation, MicrobatchId
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.rpc import Credentials
@@ -46,6 +48,8 @@ _DIRECTIONS = {
     "forward": types_pb2.DIRECTION_FORWARD,
     "backward": types_pb2.DIRECTION_BACKWARD,
 }
+
+_RECEIVED = {"forward": Moment.FORWARD_RECEIVED, "backward": Moment.BACKWARD_RECEIVED}
 
 Send = Callable[[coordinator_pb2.NodeEvent], None]
 Work = StepWork[memoryview, torch.Tensor]
@@ -72,6 +76,7 @@ class StageMember:
         credentials: Credentials,
         device: torch.device,
         send: Send,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -79,6 +84,7 @@ class StageMember:
         self._boundary = boundary
         self._swarm = swarm
         self._send = send
+        self._faults = faults
         run, runtime = worker.run, worker.runtime
         self._run = run
         self.boundary_inbox = BoundaryInbox(run, worker.spec, boundary, swarm, device, runtime.step)
@@ -90,6 +96,7 @@ class StageMember:
             incarnation=incarnation,
             on_refused=self._report_refused,
             on_unreachable=self._report_unreachable,
+            faults=faults,
         )
         self._step = 0
         self._attempt = 0
@@ -144,6 +151,7 @@ class StageMember:
                 f"step {command.step} is committed with sums {command.sums_digest:#x}; this node "
                 + (f"holds {prepared.digest:#x}" if prepared else "holds none")
             )
+        self._faults.reach(Moment.COMMITTED, command.step)
         await self._stop_step()
         digest = await self.worker.apply(prepared.totals, command)
         self.prepared = None
@@ -174,6 +182,8 @@ class StageMember:
             received.leg, received.microbatch, received.sender, received.tensor
         )
         self._wake.set()
+        if fresh:
+            self._faults.reach(_RECEIVED[received.leg], self._step)
         return fresh
 
     async def _compute(self, work: Work) -> None:
@@ -203,6 +213,8 @@ class StageMember:
         validation_ids = [microbatch - self._run.spec.batch.microbatches] if validation else []
         await worker.ensure_samples(step, training_ids, validation_ids)
         x = work.input_of(task)
+        if self._faults.take_poison():
+            worker.runtime.poisoned = True
         if task.kind == "backward":
             assert x is not None, "a backward is chosen once its gradient is here"
             done = await worker.backward(step, microbatch, x)
@@ -214,6 +226,8 @@ class StageMember:
             self._push(work.forward_done(microbatch, done.payload))
             self._forwards[microbatch] = done
             return
+        if not validation:
+            self._faults.reach(Moment.GRADIENT_ACCUMULATED, step)
         self._push(work.backward_done(microbatch, done.payload))
         self._send(self._receipt(microbatch, done))
 
@@ -259,11 +273,23 @@ class StageMember:
                 dtype=types_pb2.DTYPE_FLOAT32,
                 shape=shape,
             )
-            self.links.push(member, header, push.payload)
+            pushed = self.links.push(member, header, push.payload)
+            if push.direction == "forward":
+                self._reach_once_acknowledged(Moment.FORWARD_SENT, pushed, self._step)
 
     def _boundary_shape(self) -> tuple[int, int, int]:
         spec = self._run.spec
         return (spec.batch.microbatch_size, spec.model.seq_len, spec.model.dim)
+
+    def _reach_once_acknowledged(
+        self, moment: Moment, pushed: "asyncio.Future[None]", step: int
+    ) -> None:
+        def acknowledged(future: "asyncio.Future[None]") -> None:
+            if not future.cancelled() and future.exception() is None:
+                self._faults.reach(moment, step)
+
+        if self._faults.are_possible:
+            pushed.add_done_callback(acknowledged)
 
     async def _reduce(self, command: coordinator_pb2.Reduce) -> None:
         try:
@@ -289,6 +315,20 @@ class StageMember:
                 f"the manifest gives this node microbatches {sorted(mine or ())}, its accumulator "
                 f"holds {sorted(have)}"
             )
+        if len(command.parts) == 1:
+            self._faults.reach(Moment.MID_REDUCE, command.step)
+        first_slice = True
+
+        def push_slice(
+            to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
+        ) -> "asyncio.Future[None]":
+            nonlocal first_slice
+            pushed = self._push_slice(to, header, payload)
+            if first_slice:
+                first_slice = False
+                self._reach_once_acknowledged(Moment.MID_REDUCE, pushed, command.step)
+            return pushed
+
         outcome = await all_reduce(
             self.worker.runtime.sums,
             me=self.incarnation,
@@ -302,7 +342,7 @@ class StageMember:
                 incarnation=self.incarnation,
             ),
             inbox=self.reduce_inbox,
-            push=self._push_slice,
+            push=push_slice,
         )
         sums = await self.worker.prepare(outcome.totals)
         self.prepared = Prepared(command.step, command.attempt, outcome.totals, sums.digest)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shoal.protocol.disk import require_space
 from shoal.protocol.errors import StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -27,6 +28,7 @@ class AtomicFile:
             f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
         )
         try:
+            require_space(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._temporary, "xb")  # noqa: SIM115 - outlives this call
         except OSError as error:
@@ -34,6 +36,7 @@ class AtomicFile:
 
     def write(self, data: bytes | memoryview) -> None:
         try:
+            require_space(self.path)
             self._file.write(data)
         except OSError as error:
             self.discard()
@@ -42,6 +45,7 @@ class AtomicFile:
     def commit(self) -> None:
         """Durable under its name when this returns."""
         try:
+            require_space(self.path)
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()

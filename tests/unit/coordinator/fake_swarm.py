@@ -20,6 +20,7 @@ from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.store import InMemoryEventStore, StoredEvent
 from shoal.node.step_work import LeaseFacts, Push, StepWork
 from shoal.protocol.errors import StorageError, WrongLeaseError
+from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.spec import (
@@ -533,6 +534,8 @@ def _lease(lease: pb.Lease) -> LeaseFacts:
 
 
 class FakeSwarm:
+    faults: Faults = NO_FAULTS
+
     def __init__(self, run: ResolvedRun, nodes: int = 0, *, folder: Path | None = None) -> None:
         self.run = run
         self.num_stages = run.spec.pipeline.stages
@@ -550,7 +553,9 @@ class FakeSwarm:
             self.join()
 
     def _conduct(self) -> Conductor:
-        return Conductor(self.run, self.store, self.snapshots, clock=lambda: self.now_s)
+        return Conductor(
+            self.run, self.store, self.snapshots, clock=lambda: self.now_s, faults=self.faults
+        )
 
     def join(self) -> FakeNode:
         self._names += 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.store import RunFolderLock, SqliteEventStore, read_event_log
+from shoal.protocol import disk
 from shoal.protocol.errors import CapacityError, StorageError, VersionError
 
 
@@ -115,3 +116,17 @@ def test_reading_an_absent_log_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="folder of a run"):
         read_event_log(tmp_path / "events.sqlite")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_on_order_refuses_the_event_and_keeps_the_log(path: Path) -> None:
+    with SqliteEventStore(path) as store:
+        disk.fill(3600)
+        try:
+            with pytest.raises(StorageError, match=r"No space left.*free some space"):
+                store.append("c", {})
+            with pytest.raises(StorageError, match="No space left"):
+                store.compact(1, "a", {})
+        finally:
+            disk.fill(0)
+        assert [event.kind for event in store.read()] == ["a", "b"]
+        assert store.append("c", {}) == 3

@@ -23,6 +23,8 @@ from shoal.protocol.errors import (
     WrongLeaseError,
     WrongStepError,
 )
+from shoal.protocol.fault_injector import NO_FAULTS, Faults, InjectedFaults
+from shoal.protocol.faults import Action, Fault, Moment
 from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import peer_pb2, peer_pb2_grpc, types_pb2
 from shoal.protocol.rpc import MAX_MESSAGE_BYTES, Credentials
@@ -120,7 +122,7 @@ class Watched(Credentials):
 class Sender:
     """`PeerLinks` and what they reported."""
 
-    def __init__(self, loopback: Loopback) -> None:
+    def __init__(self, loopback: Loopback, faults: Faults = NO_FAULTS) -> None:
         self.refused: list[ProtocolError] = []
         self.unreachable: list[str] = []
         self.complaint = asyncio.Event()
@@ -133,6 +135,7 @@ class Sender:
             incarnation=Incarnation(3),
             on_refused=lambda who, error: self.refused.append(error),
             on_unreachable=self._on_unreachable,
+            faults=faults,
         )
 
     def _on_unreachable(self, who: types_pb2.Member, reason: str) -> None:
@@ -445,3 +448,65 @@ async def test_tensor_that_was_given_up_is_not_sent_again(
     await loopback.serve(receiver, PEER, port=port)
     await done(kept)
     assert receiver.got == [("Push", 1)]
+
+
+# ---- faults on order ---------------------------------------------------------------------
+
+
+def order(path: Path, action: Action, **fields: object) -> None:
+    values = {"id": action, "step": 1, "moment": "prepared", "action": action, **fields}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(Fault.model_validate(values).model_dump_json() + "\n")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_tensors_wait_for_a_link_that_is_broken_on_order(
+    loopback: Loopback, tmp_path: Path
+) -> None:
+    receiver, clock, file = Receiver(), Clock(), tmp_path / "faults"
+    _, port = await loopback.serve(receiver, PEER)
+    faults = InjectedFaults(file, clock=clock)
+    sender = Sender(loopback, faults)
+    try:
+        await done(sender.push(port))
+        order(file, Action.DROP_LINK, seconds=2)
+        faults.reach(Moment.PREPARED, 1)
+        await asyncio.wait_for(receiver.no_streams.wait(), 20)
+        late = sender.push(port, 1)
+        await asyncio.wait_for(sender.complaint.wait(), 20)
+        assert "broken on order" in sender.unreachable[0]
+        assert len(receiver.got) == 1
+        clock.now_s = 2
+        await done(late)
+        assert receiver.got == [("Push", 0), ("Push", 1)]
+    finally:
+        await asyncio.wait_for(sender.links.close(), 20)
+    sender.assert_nothing_is_left()
+
+
+async def test_a_link_that_breaks_while_a_tensor_is_delayed_loses_nothing(
+    loopback: Loopback, tmp_path: Path
+) -> None:
+    receiver, clock, file = Receiver(), Clock(), tmp_path / "faults"
+    _, port = await loopback.serve(receiver, PEER)
+    faults = InjectedFaults(file, clock=clock)
+    sender = Sender(loopback, faults)
+    try:
+        await done(sender.push(port))
+        order(file, Action.DELAY_LINK, seconds=3600, delay_s=3600)
+        faults.reach(Moment.PREPARED, 1)
+        late = sender.push(port, 1)
+        order(file, Action.DROP_LINK, seconds=2)
+        faults.reach(Moment.PREPARED, 1)
+        await asyncio.wait_for(sender.complaint.wait(), 20)
+        assert not late.done()
+        clock.now_s = 3600  # both are over
+        await done(late)
+    finally:
+        await asyncio.wait_for(sender.links.close(), 20)

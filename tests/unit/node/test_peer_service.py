@@ -38,6 +38,7 @@ from shoal.protocol.errors import (
     WrongShapeError,
     WrongStepError,
 )
+from shoal.protocol.fault_injector import Faults
 from shoal.protocol.ids import Incarnation, PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2, peer_pb2, peer_pb2_grpc, types_pb2
 from shoal.protocol.rpc import error_from_rpc
@@ -498,6 +499,21 @@ async def test_sender_that_hangs_up_while_its_slice_waits_leaves_nothing_behind(
     while swarm.node.service._open_streams:  # noqa: ASYNC110  # as above
         await asyncio.sleep(0.001)
     assert swarm.node.bad == []
+
+
+async def test_nothing_comes_in_over_a_link_that_is_broken_on_order(swarm: Swarm) -> None:
+    class Broken(Faults):
+        def check_link(self, peer: PeerId) -> None:
+            if peer == UP:
+                raise UnreachableError("broken on order")
+
+    swarm.node.service._faults = Broken()
+    acks, ended = await swarm.send(boundary_tensor())
+    assert (acks, type(ended)) == ([], UnreachableError)
+    assert swarm.node.bad == []
+    open_round(swarm.node)
+    acks, ended = await swarm.send(slice_of(), peer=TWIN, method="Reduce", incarnation=3)
+    assert (statuses(acks), ended) == ([(1, "accepted")], None)
 
 
 # ---- state and liveness ------------------------------------------------------------------

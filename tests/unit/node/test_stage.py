@@ -255,6 +255,18 @@ def test_non_finite_gradient_adds_nothing_and_may_be_repeated() -> None:
     assert torch.equal(stage.sums, calm.sums)
 
 
+def test_a_poisoned_gradient_is_refused_once_and_the_repetition_is_sound() -> None:
+    stage, calm = make_stage(4, 1), make_stage(4, 1)
+    for runtime in (stage, calm):
+        runtime.forward(0, hidden(1))
+    stage.poisoned = True
+    with pytest.raises(NonFiniteError):
+        stage.backward(0, hidden(2))
+    stage.backward(0, hidden(2))
+    calm.backward(0, hidden(2))
+    assert torch.equal(stage.sums, calm.sums)
+
+
 def test_overflowing_gradient_is_refused_and_fits_a_coarser_scale() -> None:
     stage = make_stage(2, 0)
     stage.forward(0, batch(1, 0)[0])

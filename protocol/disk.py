@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that can be full on order.
+
+The disk is the process's, and so is this: whatever writes files of ours asks `require_space` where
+the real disk would say ENOSPC, and handles that as it handles the real one.
+"""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+_full_until_s = 0.0
+
+
+def fill(seconds: float) -> None:
+    """From now on, and for so long, every write fails."""
+    global _full_until_s
+    _full_until_s = time.monotonic() + seconds
+
+
+def require_space(path: Path) -> None:
+    """Raises `OSError` (ENOSPC) while the disk is full."""
+    if _full_until_s and time.monotonic() < _full_until_s:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
