@@ -2,6 +2,7 @@
 """Gives stages to nodes between steps, each from the nearest source of its state; rolls the run
 back when a stage's state is lost for good."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.coordinator import recovery
@@ -11,8 +12,9 @@ from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import RolledBack, StageAssigned
+from shoal.coordinator.transfers import MAX_DONORS, Transfer, Version, pins, to_pin
 from shoal.protocol.ids import Incarnation, Stage
-from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.proto import coordinator_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Assignments:
                 f"stage {hopeless} lost its last node after step {self._log.state.step}"
             )
             _, placement = self._decide(self._members.uncovered())
+        self.pin()  # what nobody fetches any more goes
         for peer_id, stage in placement.stage_of.items():
             reason = placement.reasons.get(peer_id, "")
             self._settle(self._members.sessions[peer_id], stage, reason)
@@ -149,12 +152,12 @@ class Assignments:
 
     def _give(self, session: Session, stage: Stage) -> None:
         keeps = self.keepable(session) == stage
-        donor = None if keeps else self._donor(session, stage)
+        donors = [] if keeps else self._donors(session, stage)
         source = (
             coordinator_pb2.STATE_SOURCE_KEEP
             if keeps
             else recovery.source(
-                has_donor=donor is not None,
+                has_donor=bool(donors),
                 step=self._log.state.step,
                 complete_steps=self._snapshots.complete_steps(),
             )
@@ -177,22 +180,42 @@ class Assignments:
         command = coordinator_pb2.Assign(
             stage=stage, incarnation=incarnation, step=step, source=source
         )
-        if donor is not None:
-            session.donor = donor.incarnation
-            command.donor.CopyFrom(donor.member())
+        if donors:
+            version = Version(step, types_pb2.STATE_PART_ALL)
+            session.transfers = [Transfer(version, tuple(d.incarnation for d in donors), True)]
+            command.donors.CopyFrom(self._to_donors(donors, stage))
+            self.pin()  # before anything that changes their state
         session.send(assign=command)
 
-    def _donor(self, session: Session, stage: Stage) -> Session | None:
-        """The least busy holder whose copy has not turned out wrong; one of the others only when
-        the state is to be had nowhere else."""
+    def _donors(self, session: Session, stage: Stage) -> list[Session]:
+        """The least busy holders whose copies have not turned out wrong; the others only when the
+        state is to be had nowhere else."""
         holders = self._members.holders(stage)
         good = [s for s in holders if s.peer_id not in session.bad_donors]
         step = self._log.state.step
         if not good and (step == 0 or step in self._snapshots.complete_steps()):
-            return None
-        return min(
-            good or holders, key=lambda s: (s.heartbeat.queue_depth, s.peer_id), default=None
+            return []
+        by_load = sorted(good or holders, key=lambda s: (s.heartbeat.queue_depth, s.peer_id))
+        return by_load[:MAX_DONORS]
+
+    def _to_donors(self, donors: Sequence[Session], stage: Stage) -> coordinator_pb2.Donors:
+        digests = self._log.state.weights_digests.get(self._log.state.step)
+        return coordinator_pb2.Donors(
+            members=[s.member() for s in donors],
+            weights_digest=digests[stage] if digests else 0,
+            has_weights_digest=digests is not None,
         )
+
+    def pin(self) -> None:
+        """Tell holders which versions to serve, where that has changed. New versions are of the
+        run's step: call it between steps when there are any."""
+        sessions = list(self._members.sessions.values())
+        wanted = pins(transfer for s in sessions for transfer in s.transfers)
+        for session in sessions:
+            versions = wanted.get(session.incarnation, {}) if session.incarnation else {}
+            if session.pinned != versions.keys():
+                session.pinned = frozenset(versions)
+                session.send(pin=to_pin(versions))
 
     def _roll_back(self, reason: str) -> None:
         """Every stage goes back to the last common snapshot; committed steps are recomputed, and

@@ -69,6 +69,7 @@ class NodeEvents:
             )
             return
         session.state = "ready" if session.farewell is None else "leaving"
+        session.transfers = []
         session.step, session.weights_digest = ready.step, ready.weights_digest
         if has_sums and assigned == state.step and self._runner.phase is Phase.BETWEEN:
             session.owed_commit = True
@@ -77,13 +78,15 @@ class NodeEvents:
 
     def _bad_state(self, session: Session, what: str) -> None:
         """What a node got or kept is not the run's state: it gets it anew, from elsewhere."""
-        self._blame_donor(session)
+        self._blame_donors(session)
         self._fail(session, what, "refused", still_holds=False)
 
-    def _blame_donor(self, session: Session) -> None:
-        donor = self._members.by_incarnation(session.donor)
-        if donor is not None:
-            session.bad_donors.add(donor.peer_id)
+    def _blame_donors(self, session: Session) -> None:
+        for transfer in session.transfers:
+            for incarnation in transfer.donors:
+                donor = self._members.by_incarnation(incarnation)
+                if donor is not None:
+                    session.bad_donors.add(donor.peer_id)
 
     def _on_applied(self, session: Session, applied: coordinator_pb2.Applied) -> None:
         self._members.check_own(session, applied.incarnation)
@@ -161,6 +164,8 @@ class NodeEvents:
         if kind == coordinator_pb2.TROUBLE_KIND_BAD_PEER:
             peer = PeerId(trouble.peer_id)
             self._members.mark(peer)
+            if session.state == "copying":
+                session.bad_donors.add(peer)
             self._log.say("refused", f"{session.name} refused {display_name(peer)}'s data: {what}")
             return
         self._members.check_own(session, trouble.incarnation)
@@ -169,11 +174,15 @@ class NodeEvents:
         elif kind == coordinator_pb2.TROUBLE_KIND_NUMBERS:
             self._runner.bad_numbers(session, what)
         else:
-            # A failure to get the state is the donor's when the donor is gone.
-            copying = session.state == "copying" and bool(session.donor)
-            excused = copying and self._members.by_incarnation(session.donor) is None
+            # A failure to get the state is the donors' when one of them is gone.
+            copying = session.state == "copying" and bool(session.transfers)
+            excused = copying and any(
+                self._members.by_incarnation(donor) is None
+                for transfer in session.transfers
+                for donor in transfer.donors
+            )
             if copying:
-                self._blame_donor(session)
+                self._blame_donors(session)
             # The state is whole, unless it failed while it applied a step.
             whole = session.state in ("ready", "leaving") and session.step == self._log.state.step
             self._fail(session, what, "failed", still_holds=whole, counts=not excused)

@@ -18,6 +18,8 @@ import grpc
 from shoal.coordinator import sessions
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.data.shards import ShardStore
+from shoal.protocol import state_chunks
+from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.errors import (
     AdmissionError,
@@ -167,17 +169,30 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         async for chunk in _read_chunks(path):
             yield chunk
 
+    async def DescribeSnapshot(
+        self, request: peer_pb2.StateRequest, context: Context
+    ) -> peer_pb2.StateDescription:
+        try:
+            peer_id_from_context(context)
+            path = self._conductor.snapshots.path(request.step, request.stage)
+            return await asyncio.to_thread(state_chunks.describe, path)
+        except ShoalError as error:
+            await abort_with(context, error)
+
     async def FetchSnapshot(
         self, request: peer_pb2.StateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StateChunk]:
         try:
             peer_id_from_context(context)
             path = self._conductor.snapshots.path(request.step, request.stage)
+            size = state_chunks.chunk_bytes_for(path.stat().st_size)
+            reading = state_chunks.read_chunks(path, request.chunks, chunk_bytes=size)
+            while (chunk := await asyncio.to_thread(next, reading, None)) is not None:
+                yield chunk
+        except OSError as error:
+            await abort_with(context, storage_error(path, error))
         except ShoalError as error:
             await abort_with(context, error)
-            return
-        async for chunk in _read_chunks(path):
-            yield chunk
 
     async def StoreSnapshot(
         self, request_iterator: AsyncIterable[coordinator_pb2.SnapshotChunk], context: Context

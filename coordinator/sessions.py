@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.coordinator.transfers import Transfer, Version
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
@@ -63,7 +64,10 @@ class Session:
     """It was assigned the state that it held already."""
     owed_commit: bool = False
     """It holds the sums of a committed step, and was told to apply them."""
-    donor: Incarnation = NOBODY
+    transfers: list[Transfer] = field(default_factory=list)
+    """State that it is getting from replicas."""
+    pinned: frozenset[Version] = frozenset()
+    """Versions of its own state that it was told to serve."""
     bad_donors: set[PeerId] = field(default_factory=set)
     """Whose copies turned out wrong."""
     copies: int = 0
@@ -133,7 +137,8 @@ class Session:
         self.state, self.stage, self.incarnation = "copying", stage, incarnation
         self.last_stage, self.last_incarnation = stage, incarnation
         self.step, self.weights_digest = step, 0
-        self.keeps, self.owed_commit, self.donor = keeps, False, NOBODY
+        self.keeps, self.owed_commit = keeps, False
+        self.transfers, self.pinned = [], frozenset()
         self.assigned_s = now_s
         self.copies += not keeps
 
@@ -146,4 +151,4 @@ class Session:
             self.hello.held.weights_digest = self.weights_digest
         self.state, self.incarnation, self.stage, self.step = "attached", NOBODY, None, -1
         self.keeps = self.owed_commit = False
-        self.donor = NOBODY
+        self.transfers, self.pinned = [], frozenset()

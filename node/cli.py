@@ -53,6 +53,9 @@ def join_command(
     faults: Annotated[
         Path | None, typer.Option(hidden=True, envvar=FAULTS_VARIABLE, help="For tests.")
     ] = None,
+    donate_mb_per_s: Annotated[
+        float | None, typer.Option(help="MB/s at which joiners may copy this node's state.")
+    ] = None,
 ) -> None:
     """Lend this machine to a run, until it is over or you press Ctrl-C."""
     flags = {
@@ -65,6 +68,7 @@ def join_command(
         "max_memory_gb": max_memory_gb,
         "discovery": discovery,
         "grace_s": grace_s,
+        "donate_mb_per_s": donate_mb_per_s,
     }
     terminal = Terminal()
     with quits_on_signals():

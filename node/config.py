@@ -42,3 +42,6 @@ class NodeConfig(BaseModel):
     """Take part in the DHT, to be found and to find a coordinator that moved."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0
     """How long a leaving node may take to finish its work."""
+    donate_mb_per_s: Annotated[float, Field(ge=0)] = 0
+    """Give the stage's state to joiners at most so fast while nobody waits for it, in MB/s; 0 means
+    as fast as it goes."""

@@ -15,6 +15,7 @@ from shoal.node.certificate import keep_renewed
 from shoal.node.config import NodeConfig
 from shoal.node.finder import Finder
 from shoal.node.hardware import Device, probe
+from shoal.node.pace import Pace
 from shoal.node.peer_service import PeerService
 from shoal.node.session import NodeSession
 from shoal.node.stage_holder import Report, StageHolder
@@ -113,7 +114,12 @@ class NodeDaemon:
     ) -> None:
         run, config = membership.run, self._config
         swarm = SwarmView()
-        transfer = StateTransfer(membership, scratch, lambda: session.stub)
+        transfer = StateTransfer(
+            membership,
+            config.folder,
+            lambda: session.stub,
+            on_bad=lambda peer, error: session.send(_bad_peer(holder, peer, error)),
+        )
         holder = StageHolder(
             membership,
             device,
@@ -132,6 +138,7 @@ class NodeDaemon:
             holder,
             lambda peer, error: session.send(_bad_peer(holder, peer, error)),
             self._faults,
+            pace=Pace(config.donate_mb_per_s * 1e6),
         )
         server = create_server()
         add_peer_servicer(service, server)

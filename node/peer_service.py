@@ -6,14 +6,15 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
 from shoal.node.inbox import BoundaryInbox
 from shoal.node.links import INCARNATION_METADATA
+from shoal.node.pace import Pace
 from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.state_pins import PinnedState
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     CapacityError,
@@ -30,7 +31,7 @@ from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import peer_pb2, peer_pb2_grpc, types_pb2
 from shoal.protocol.rpc import abort_with, peer_id_from_context
-from shoal.protocol.state_file import chunks
+from shoal.protocol.state_chunks import read_chunks
 from shoal.protocol.wire import ReceivedTensor, RefusedTensor, receive_tensors
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ _DECODE_INLINE_BYTES = 256 * 1024
 
 _MAX_STREAMS = 8
 """Of one peer. Two are in use; after broken connections some more may look open for a while."""
+
+_MAX_DONATIONS = 6
+"""Requests for state under way, of one peer: it may fetch weights and moments at once, and a broken
+connection may look open for a while."""
 
 _NO_STAGE = "this node holds no stage at the moment"
 
@@ -59,7 +64,9 @@ class Inboxes(Protocol):
     def boundary_inbox(self) -> BoundaryInbox | None: ...
     @property
     def reduce_inbox(self) -> ReduceInbox | None: ...
-    async def state_at(self, stage: int, step: int) -> Path: ...
+    async def pinned(
+        self, stage: int, step: int, part: types_pb2.StatePart.ValueType
+    ) -> PinnedState: ...
     @property
     def committed_step(self) -> int: ...
 
@@ -123,8 +130,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         inboxes: Inboxes,
         on_bad: OnBadPeer,
         faults: Faults = NO_FAULTS,
+        *,
+        pace: Pace | None = None,
     ) -> None:
-        """`on_bad` hears of what no honest node sends, not of what merely came late."""
+        """`on_bad` hears of what no honest node sends, not of what merely came late. `pace` bounds
+        what is given to joiners for which nobody waits."""
+        self._pace = pace or Pace(0)
         self._run_id = run_id
         self._swarm = swarm
         self._inboxes = inboxes
@@ -230,26 +241,40 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     # ---- state and liveness --------------------------------------------------------------
 
+    async def DescribeState(
+        self, request: peer_pb2.StateRequest, context: Context
+    ) -> peer_pb2.StateDescription:
+        try:
+            with self._donating(request, context):
+                pinned = await self._inboxes.pinned(request.stage, request.step, request.part)
+                return pinned.description
+        except ShoalError as error:
+            await abort_with(context, error)
+
     async def FetchState(
         self, request: peer_pb2.StateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StateChunk]:
         try:
-            sender = peer_id_from_context(context)
-            if request.run_id != self._run_id:
-                raise WrongRunError(
-                    f"state of run {request.run_id[:64]!r}; this is {self._run_id!r}"
+            with self._donating(request, context):
+                pinned = await self._inboxes.pinned(request.stage, request.step, request.part)
+                reading = read_chunks(
+                    pinned.path, request.chunks, chunk_bytes=pinned.description.chunk_bytes
                 )
-            # Every copy takes disk space and the disk's time.
-            with _counted(self._donations, sender, 1, "copies of the state"):
-                path = await self._inboxes.state_at(request.stage, request.step)
-                try:
-                    reading = chunks(path)
-                    while (chunk := await asyncio.to_thread(next, reading, None)) is not None:
-                        yield chunk
-                finally:
-                    path.unlink(missing_ok=True)
+                while (chunk := await asyncio.to_thread(next, reading, None)) is not None:
+                    if not pinned.urgent:
+                        await self._pace.spend(len(chunk.data))
+                    yield chunk
         except ShoalError as error:
             await abort_with(context, error)
+
+    @contextmanager
+    def _donating(self, request: peer_pb2.StateRequest, context: Context) -> Iterator[None]:
+        """Raises `WrongRunError`, or `CapacityError`: every request takes the disk's time."""
+        sender = peer_id_from_context(context)
+        if request.run_id != self._run_id:
+            raise WrongRunError(f"state of run {request.run_id[:64]!r}; this is {self._run_id!r}")
+        with _counted(self._donations, sender, _MAX_DONATIONS, "requests for state"):
+            yield
 
     async def Ping(self, request: peer_pb2.PingRequest, context: Context) -> peer_pb2.PingReply:
         return peer_pb2.PingReply(nonce=request.nonce[:64], step=self._inboxes.committed_step)

@@ -197,7 +197,7 @@ class NodeSession:
                 memory_bytes=int(process.memory_info().rss),
                 bytes_sent=member.links.bytes_sent if member else 0,
                 bytes_received=self._bytes_received(),
-                waiting_for=member.waiting_for() if member else "an assignment",
+                waiting_for=holder.waiting_for(),
                 discovered_peers=self._finder.num_discovered,
             )
             self.send(coordinator_pb2.NodeEvent(heartbeat=heartbeat))

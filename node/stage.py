@@ -10,7 +10,7 @@ Shapes: B sequences, T positions, D width, V vocabulary.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +32,7 @@ from shoal.protocol.errors import (
     WrongStepError,
 )
 from shoal.protocol.spec import ResolvedRun
+from shoal.protocol.state_file import KINDS
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 
@@ -130,9 +131,13 @@ class StageRuntime:
             own[key].copy_(tensor)
         self._restart(step=step)
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self, kinds: Sequence[str] = KINDS) -> dict[str, Tensor]:
         """CPU copies, keyed "weights/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME"."""
-        return {key: t.to("cpu", copy=True) for key, t in self._named_state().items()}
+        return {
+            key: t.to("cpu", copy=True)
+            for key, t in self._named_state().items()
+            if key.partition("/")[0] in kinds
+        }
 
     def weights_digest(self) -> int:
         return digest_tensors(self.weights.items())

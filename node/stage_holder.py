@@ -20,12 +20,14 @@ from shoal.node.inbox import BoundaryInbox
 from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.stage_member import Prepared, StageMember
 from shoal.node.stage_worker import StageWorker
+from shoal.node.state_fetch import FetchProgress
+from shoal.node.state_pins import PinnedState, StatePins
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import ShoalError, WrongLeaseError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation
-from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.task_scope import TaskScope
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class StageHolder:
         self._weights_digest = 0
         self._held_sums: Prepared | None = None  # of a session that broke before their commit
         self._taking: asyncio.Task[None] | None = None
+        self._pins: StatePins | None = None
+        self._fetching: tuple[str, FetchProgress] | None = None
         self._busy_s: deque[float] = deque(maxlen=16)
 
     # ---- what the peer service asks ------------------------------------------------------
@@ -90,11 +94,13 @@ class StageHolder:
     def committed_step(self) -> int:
         return self._worker.runtime.step if self._worker else 0
 
-    async def state_at(self, stage: int, step: int) -> Path:
-        member = self.member
-        if member is None or member.worker.spec.stage != stage:
+    async def pinned(
+        self, stage: int, step: int, part: types_pb2.StatePart.ValueType
+    ) -> PinnedState:
+        member, pins = self.member, self._pins
+        if member is None or pins is None or member.worker.spec.stage != stage:
             raise WrongLeaseError(f"this node doesn't hold stage {stage}")
-        return await member.state_file(self._scratch, step)
+        return await pins.get(step, part)
 
     # ---- what the session and the display ask --------------------------------------------
 
@@ -146,6 +152,8 @@ class StageHolder:
                 self._tasks.spawn(self._snapshot(member, command.snapshot.step))
                 # Lets it queue the copy, before a command that changes the state is read.
                 await asyncio.sleep(0)
+            elif kind == "pin" and self._pins is not None:
+                await self._pins.want(command.pin)
         except _OWN_FAILURES as error:
             self.trouble(member.incarnation, error)
 
@@ -153,6 +161,7 @@ class StageHolder:
         """The incarnation is over; the state stays."""
         await self._stop_taking()
         member, self.member = self.member, None
+        await self._close_pins()
         if member is not None:
             self._held_sums = member.prepared
             await member.close()
@@ -161,6 +170,7 @@ class StageHolder:
     async def close(self) -> None:
         await self.detach()
         self._drop_state()
+        self._transfer.forget()
         await self._shards.aclose()
 
     def trouble(self, incarnation: int, error: Exception) -> None:
@@ -186,6 +196,7 @@ class StageHolder:
 
     async def _load(self, assign: coordinator_pb2.Assign) -> None:
         member, self.member = self.member, None
+        await self._close_pins()
         if member is not None:
             await member.close()
         worker = self._worker
@@ -212,6 +223,11 @@ class StageHolder:
         if held_sums is not None and held_sums.step == step + 1:
             member.prepared = held_sums
         self.member = member
+        self._pins = StatePins(
+            self._scratch,
+            step=lambda: worker.runtime.step,
+            save=lambda path, part: worker.save(path, part=part, durable=False),
+        )
         self._busy_s.clear()
         self._report(f"holding stage {assign.stage} at step {step}")
         ready = coordinator_pb2.Ready(
@@ -234,19 +250,49 @@ class StageHolder:
             if assign.source == coordinator_pb2.STATE_SOURCE_INIT:
                 await worker.initialise()
                 return worker
+            donors = None
             if assign.source == coordinator_pb2.STATE_SOURCE_PEER:
-                self._report(f"copying stage {assign.stage} from {assign.donor.name}")
+                donors = assign.donors
+                names = ", ".join(member.name for member in donors.members)
+                self._report(f"copying stage {assign.stage} from {names}")
             else:
                 self._report(f"fetching the snapshot of stage {assign.stage} at step {assign.step}")
-            path = await self._transfer.fetch_state(assign)
-            try:
-                await worker.load(path, assign.step)
-            finally:
-                path.unlink(missing_ok=True)
+            await self._fetch(worker, assign.step, donors)
         except BaseException:
             worker.close()
             raise
         return worker
+
+    async def _fetch(
+        self, worker: StageWorker, step: int, donors: coordinator_pb2.Donors | None
+    ) -> None:
+        """The whole state, into the worker."""
+
+        async def judge(path: Path) -> bool:
+            digest = await worker.load(path, step)
+            return not (donors and donors.has_weights_digest) or digest == donors.weights_digest
+
+        progress = FetchProgress()
+        self._fetching = "the state", progress
+        try:
+            version = (worker.spec.stage, step, types_pb2.STATE_PART_ALL)
+            path = await self._transfer.fetch_state(version, donors, judge=judge, progress=progress)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+        finally:
+            self._fetching = None
+
+    def waiting_for(self) -> str:
+        """What the node waits for, in plain words; empty while it computes."""
+        if self._fetching is not None:
+            what, progress = self._fetching
+            names = " and ".join(progress.sources) or "donors that are preparing it"
+            return f"{100 * progress.share:.0f} % of {what} from {names}"
+        return self.member.waiting_for() if self.member else "an assignment"
+
+    async def _close_pins(self) -> None:
+        pins, self._pins = self._pins, None
+        if pins is not None:
+            await pins.close()
 
     def _drop_state(self) -> None:
         self._held_sums = None

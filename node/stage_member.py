@@ -390,7 +390,7 @@ class StageMember:
         path = folder / f"stage-{self.worker.spec.stage}-{uuid.uuid4().hex}.safetensors"
         have = self.worker.runtime.step
         if have == step:
-            have = await self.worker.save(path)
+            have, _ = await self.worker.save(path)
         if have != step:  # also when a commit came first
             path.unlink(missing_ok=True)
             raise WrongStepError(f"the state of step {step} is asked for; this node holds {have}")

@@ -22,10 +22,16 @@ from shoal.node.hardware import Device
 from shoal.node.stage import StageRuntime
 from shoal.protocol.costs import boundary_shape, graphs_that_fit
 from shoal.protocol.ids import MicrobatchId, Step
-from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.schedule import in_flight_window
 from shoal.protocol.spec import ResolvedRun
-from shoal.protocol.state_file import StateExpectation, StateHeader, read_state, write_state
+from shoal.protocol.state_file import (
+    PARTS,
+    StateExpectation,
+    StateHeader,
+    read_state,
+    write_state,
+)
 
 R = TypeVar("R")
 
@@ -114,20 +120,30 @@ class StageWorker:
     async def initialise(self) -> None:
         await self.call(lambda: self.runtime.initialise())
 
-    async def load(self, path: Path, step: int) -> None:
-        def load() -> None:
+    async def load(self, path: Path, step: int) -> int:
+        """A whole state; returns the digest of its weights. Raises what `read_state` does."""
+
+        def load() -> int:
             expect = StateExpectation.of(self.run, self.spec.stage, step)
             _, arrays = read_state(path, expect)
             self.runtime.load_state({k: torch.from_numpy(a) for k, a in arrays.items()}, step)
+            return self.runtime.weights_digest()
 
-        await self.call(load)
+        return await self.call(load)
 
-    async def save(self, path: Path) -> int:
-        """Write the state as it is now; returns its step. Training may go on meanwhile."""
+    async def save(
+        self,
+        path: Path,
+        *,
+        part: types_pb2.StatePart.ValueType = types_pb2.STATE_PART_ALL,
+        durable: bool = True,
+    ) -> tuple[int, int]:
+        """Write a part of the state as it is now, at the place of this call among the others;
+        returns its step and the weights' digest. Training may go on meanwhile."""
 
         def copy() -> tuple[int, int, dict[str, torch.Tensor]]:
             runtime = self.runtime
-            return runtime.step, runtime.weights_digest(), runtime.state_tensors()
+            return runtime.step, runtime.weights_digest(), runtime.state_tensors(PARTS[part])
 
         step, digest, tensors = await self.call(copy)
         header = StateHeader(
@@ -138,8 +154,8 @@ class StageWorker:
             weights_digest=digest,
         )
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        await asyncio.to_thread(write_state, path, arrays, header)
-        return step
+        await asyncio.to_thread(write_state, path, arrays, header, durable=durable)
+        return step, digest
 
     async def weights_digest(self) -> int:
         return await self.call(lambda: self.runtime.weights_digest())

@@ -2,24 +2,33 @@
 """A stage's state and token shards, to and from other machines."""
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+import contextlib
+import shutil
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
 from shoal.node.admission import Membership
+from shoal.node.state_fetch import FetchProgress, OnBadPeer, StateFetch
+from shoal.node.state_sources import PeerSource, SnapshotSource, StateSource
 from shoal.protocol.errors import UnreachableError
-from shoal.protocol.ids import PeerId
-from shoal.protocol.proto import coordinator_pb2, peer_pb2, peer_pb2_grpc
+from shoal.protocol.proto import coordinator_pb2, peer_pb2, types_pb2
 from shoal.protocol.rpc import error_from_rpc
-from shoal.protocol.state_file import StateExpectation, StateReceiver, chunks
+from shoal.protocol.state_file import StateExpectation, chunks
 
 if TYPE_CHECKING:
     from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
 
 IDLE_LIMIT_S = 120.0
-"""Without a chunk for so long, a transfer is given up; the donor writes a file before the first."""
+"""Without a chunk of a shard for so long, the transfer is given up."""
+
+_MAX_PARTIAL = 2
+"""Partial state files kept beside the one in use."""
+
+Version = tuple[int, int, types_pb2.StatePart.ValueType]
+"""(stage, step, part)"""
 
 _DEADLINE_S = 600.0
 _LEAST_BYTES_PER_S = 500_000
@@ -30,44 +39,69 @@ class StateTransfer:
     """`stub` gives the stub of the session that lives now, or raises `UnreachableError`."""
 
     def __init__(
-        self, membership: Membership, scratch: Path, stub: "Callable[[], CoordinatorAsyncStub]"
+        self,
+        membership: Membership,
+        folder: Path,
+        stub: "Callable[[], CoordinatorAsyncStub]",
+        *,
+        on_bad: OnBadPeer = lambda peer, error: None,
     ) -> None:
+        """`on_bad` hears of donors that lie."""
         self._membership = membership
-        self._scratch = scratch
+        self._partial = folder / "partial"
         self._stub = stub
+        self._on_bad = on_bad
 
-    async def fetch_state(self, assign: coordinator_pb2.Assign) -> Path:
-        """The assigned stage's state file, from the donor or the coordinator's store; the caller
-        removes it. Raises `UnreachableError` and whatever the sender or the checks refuse."""
-        expect = StateExpectation.of(self._membership.run, assign.stage, assign.step)
-        path = self._scratch / f"incoming-{assign.incarnation}.safetensors"
-        try:
-            with StateReceiver(path, expect.max_bytes) as receiver:
-                async for chunk in self._source(assign, _deadline_s(expect.max_bytes)):
-                    await asyncio.to_thread(receiver.feed, chunk)
-                await asyncio.to_thread(receiver.finish)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
-        return path
+    def partial_path(self, version: Version) -> Path:
+        """Kept in the node's folder, so that a copy goes on after a restart."""
+        stage, step, part = version
+        run_id = self._membership.run.run_id
+        return self._partial / f"{run_id}-stage-{stage}-step-{step}-part-{part}.partial"
 
-    async def _source(
-        self, assign: coordinator_pb2.Assign, deadline_s: float
-    ) -> AsyncIterator[peer_pb2.StateChunk]:
-        request = peer_pb2.StateRequest(
-            run_id=self._membership.run.run_id, stage=assign.stage, step=assign.step
+    async def fetch_state(
+        self,
+        version: Version,
+        donors: coordinator_pb2.Donors | None,
+        *,
+        judge: Callable[[Path], Awaitable[bool]],
+        progress: FetchProgress,
+    ) -> Path:
+        """A part of a stage's state from the donors, or with None from the coordinator's store; the
+        caller removes the file. Raises as `StateFetch.run`."""
+        stage, step, part = version
+        run = self._membership.run
+        sources: list[StateSource] = []
+        if donors is None:
+            sources.append(SnapshotSource(self._stub))
+        else:
+            for member in donors.members:
+                with contextlib.suppress(UnreachableError):  # an address that is none
+                    sources.append(PeerSource(self._membership.credentials, member))
+        path = self.partial_path(version)
+        await asyncio.to_thread(self._tidy, path)
+        fetch = StateFetch(
+            sources,
+            peer_pb2.StateRequest(run_id=run.run_id, stage=stage, step=step, part=part),
+            path,
+            max_bytes=StateExpectation.of(run, stage, step, part=part).max_bytes,
+            weights_digest=donors.weights_digest if donors and donors.has_weights_digest else None,
+            judge=judge,
+            on_bad=self._on_bad,
+            progress=progress,
         )
-        if assign.source == coordinator_pb2.STATE_SOURCE_SNAPSHOT:
-            async for chunk in _unless_idle(
-                self._stub().FetchSnapshot(request, timeout=deadline_s)
-            ):
-                yield chunk
-            return
-        donor = assign.donor
-        credentials = self._membership.credentials
-        async with credentials.channel(donor.address, PeerId(donor.peer_id)) as channel:
-            stub = peer_pb2_grpc.PeerStub(channel)
-            async for chunk in _unless_idle(stub.FetchState(request, timeout=deadline_s)):
-                yield chunk
+        return await fetch.run()
+
+    def _tidy(self, path: Path) -> None:
+        """Only the newest few partial files are worth their space."""
+        with contextlib.suppress(OSError):
+            old = [p for p in self._partial.glob("*.partial") if p != path]
+            old.sort(key=lambda p: p.stat().st_mtime)
+            for left in old[: max(0, len(old) - _MAX_PARTIAL)]:
+                left.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """The node ends in peace: nobody will resume."""
+        shutil.rmtree(self._partial, ignore_errors=True)
 
     async def fetch_shard(self, sha256: str) -> AsyncIterator[bytes]:
         request = coordinator_pb2.ShardRequest(sha256=bytes.fromhex(sha256))

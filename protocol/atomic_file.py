@@ -22,8 +22,10 @@ class AtomicFile:
     `StorageError` and discards the temporary file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        """Not `durable`: whole or not at all, yet not kept through a power failure."""
         self.path = path
+        self._durable = durable
         self._temporary = path.with_name(
             f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
         )
@@ -47,10 +49,12 @@ class AtomicFile:
         try:
             require_space(self.path)
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._durable:
+                os.fsync(self._file.fileno())
             self._file.close()
             os.replace(self._temporary, self.path)
-            fsync_folder(self.path.parent)
+            if self._durable:
+                fsync_folder(self.path.parent)
         except OSError as error:
             self.discard()
             raise storage_error(self.path, error) from error

@@ -36,11 +36,25 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.ids import RunId, Stage, Step
 from shoal.protocol.proto.peer_pb2 import StateChunk
+from shoal.protocol.proto.types_pb2 import (
+    STATE_PART_ALL,
+    STATE_PART_MOMENTS,
+    STATE_PART_UNSPECIFIED,
+    STATE_PART_WEIGHTS,
+    StatePart,
+)
 from shoal.protocol.spec import ResolvedRun
 from shoal.protocol.tensors import Fp32, TensorSpec, little_endian_bytes, stage_tensors
 from shoal.version import SNAPSHOT_VERSION
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
+PARTS = {
+    STATE_PART_UNSPECIFIED: KINDS,
+    STATE_PART_ALL: KINDS,
+    STATE_PART_WEIGHTS: KINDS[:1],
+    STATE_PART_MOMENTS: KINDS[1:],
+}
+"""What a file of a part of the state holds."""
 MAX_HEADER_BYTES = 8 << 20
 CHUNK_BYTES = 1 << 20
 _CHECKSUM = "data_xxh3_128"
@@ -92,9 +106,18 @@ class StateExpectation:
     step: Step | None
     tensors: tuple[TensorSpec, ...]
     """The stage's parameters, without the "weights/" and other prefixes."""
+    kinds: tuple[str, ...] = KINDS
+    """What of each parameter the file holds."""
 
     @classmethod
-    def of(cls, run: ResolvedRun, stage: int, step: int | None = None) -> Self:
+    def of(
+        cls,
+        run: ResolvedRun,
+        stage: int,
+        step: int | None = None,
+        *,
+        part: StatePart.ValueType = STATE_PART_ALL,
+    ) -> Self:
         stage_spec = run.stage(stage)
         return cls(
             run_id=run.run_id,
@@ -102,12 +125,14 @@ class StateExpectation:
             stage=stage_spec.stage,
             step=None if step is None else Step(step),
             tensors=tuple(stage_tensors(run.spec.model, stage_spec)),
+            kinds=PARTS[part],
         )
 
     @property
     def max_bytes(self) -> int:
         """No file that meets the expectation is larger."""
-        return sum(len(KINDS) * tensor.num_bytes for tensor in self.tensors) + MAX_HEADER_BYTES + 8
+        data = sum(len(self.kinds) * tensor.num_bytes for tensor in self.tensors)
+        return data + MAX_HEADER_BYTES + 8
 
     def check(self, header: StateHeader, path: Path) -> None:
         """Raises `WrongRunError`, `WrongLeaseError` (stage) or `WrongStepError`."""
@@ -123,7 +148,7 @@ class StateExpectation:
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
         """Raises `WrongShapeError` unless names and shapes are exactly the expected ones."""
-        expected = {f"{kind}/{t.name}": t.shape for kind in KINDS for t in self.tensors}
+        expected = {f"{kind}/{t.name}": t.shape for kind in self.kinds for t in self.tensors}
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):
                 raise WrongShapeError(
@@ -132,8 +157,11 @@ class StateExpectation:
                 )
 
 
-def write_state(path: Path, tensors: Mapping[str, Fp32], header: StateHeader) -> None:
-    """Write atomically and durably; `tensors` have their full names ("weights/…").
+def write_state(
+    path: Path, tensors: Mapping[str, Fp32], header: StateHeader, *, durable: bool = True
+) -> None:
+    """Write atomically and durably; `tensors` have their full names ("weights/…"). Not `durable`:
+    for scratch files, which nobody looks for after a crash.
 
     Not through safetensors' own writer: that one orders the metadata at random, and copies each
     tensor. Raises `StorageError` (disk full, not writable), leaving no temporary file.
@@ -156,7 +184,7 @@ def write_state(path: Path, tensors: Mapping[str, Fp32], header: StateHeader) ->
     encoded = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants the data aligned
     assert len(encoded) <= MAX_HEADER_BYTES
-    with AtomicFile(path) as file:
+    with AtomicFile(path, durable=durable) as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:

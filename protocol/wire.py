@@ -241,6 +241,11 @@ def add_peer_servicer(servicer: peer_pb2_grpc.PeerServicer, server: grpc.aio.Ser
         request_deserializer=peer_pb2.StateRequest.FromString,
         response_serializer=peer_pb2.StateChunk.SerializeToString,
     )
+    handlers["DescribeState"] = grpc.unary_unary_rpc_method_handler(
+        servicer.DescribeState,
+        request_deserializer=peer_pb2.StateRequest.FromString,
+        response_serializer=peer_pb2.StateDescription.SerializeToString,
+    )
     handlers["Ping"] = grpc.unary_unary_rpc_method_handler(
         servicer.Ping,
         request_deserializer=peer_pb2.PingRequest.FromString,

@@ -229,6 +229,7 @@ class NodeEvent(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
     FAREWELL_FIELD_NUMBER: _builtins.int
+    PROMOTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -245,6 +246,8 @@ class NodeEvent(_message.Message):
     def trouble(self) -> Global___Trouble: ...
     @_builtins.property
     def farewell(self) -> Global___Farewell: ...
+    @_builtins.property
+    def promoted(self) -> Global___Promoted: ...
     def __init__(
         self,
         *,
@@ -256,12 +259,13 @@ class NodeEvent(_message.Message):
         applied: Global___Applied | None = ...,
         trouble: Global___Trouble | None = ...,
         farewell: Global___Farewell | None = ...,
+        promoted: Global___Promoted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "ready", b"ready", "receipt", b"receipt", "trouble", b"trouble"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "trouble", b"trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "ready", b"ready", "receipt", b"receipt", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "promoted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -557,8 +561,32 @@ class Prepared(_message.Message):
 Global___Prepared: _TypeAlias = Prepared  # noqa: Y015
 
 @_typing.final
+class Promoted(_message.Message):
+    """A worker has the optimizer state at `step` too: it applies the following steps itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Promoted: _TypeAlias = Promoted  # noqa: Y015
+
+@_typing.final
 class Applied(_message.Message):
-    """The optimizer step is applied."""
+    """The optimizer step is applied; or, from a worker, the weights after it are pulled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -661,6 +689,8 @@ class Command(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     DISMISS_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def assign(self) -> Global___Assign: ...
     @_builtins.property
@@ -681,6 +711,10 @@ class Command(_message.Message):
     def dismiss(self) -> Global___Dismiss: ...
     @_builtins.property
     def renew(self) -> Global___RenewSoon: ...
+    @_builtins.property
+    def pin(self) -> Global___Pin: ...
+    @_builtins.property
+    def pull(self) -> Global___Pull: ...
     def __init__(
         self,
         *,
@@ -694,12 +728,14 @@ class Command(_message.Message):
         wait: Global___Wait | None = ...,
         dismiss: Global___Dismiss | None = ...,
         renew: Global___RenewSoon | None = ...,
+        pin: Global___Pin | None = ...,
+        pull: Global___Pull | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "plan", b"plan", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "plan", b"plan", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assign", "plan", "step_open", "leases", "reduce", "commit", "snapshot", "wait", "dismiss", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assign", "plan", "step_open", "leases", "reduce", "commit", "snapshot", "wait", "dismiss", "renew", "pin", "pull"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -715,15 +751,18 @@ class Assign(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
-    DONOR_FIELD_NUMBER: _builtins.int
+    DONORS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     """The version to hold: state after this many committed steps."""
     source: Global___StateSource.ValueType
+    tier: _types_pb2.Tier.ValueType
+    """A WORKER gets the weights only."""
     @_builtins.property
-    def donor(self) -> _types_pb2.Member:
-        """The replica to copy from, when source is PEER."""
+    def donors(self) -> Global___Donors:
+        """Whom to copy from, when source is PEER."""
 
     def __init__(
         self,
@@ -732,15 +771,130 @@ class Assign(_message.Message):
         incarnation: _builtins.int = ...,
         step: _builtins.int = ...,
         source: Global___StateSource.ValueType = ...,
-        donor: _types_pb2.Member | None = ...,
+        donors: Global___Donors | None = ...,
+        tier: _types_pb2.Tier.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["donor", b"donor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["donor", b"donor", "incarnation", b"incarnation", "source", b"source", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors", "incarnation", b"incarnation", "source", b"source", "stage", b"stage", "step", b"step", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assign: _TypeAlias = Assign  # noqa: Y015
+
+@_typing.final
+class Donors(_message.Message):
+    """Where a version of a stage's state can be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    HAS_WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    weights_digest: _builtins.int
+    """Tree hash of the weights at that step, when the coordinator knows it."""
+    has_weights_digest: _builtins.bool
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Member]: ...
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_types_pb2.Member] | None = ...,
+        weights_digest: _builtins.int = ...,
+        has_weights_digest: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_weights_digest", b"has_weights_digest", "members", b"members", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Donors: _TypeAlias = Donors  # noqa: Y015
+
+@_typing.final
+class StateVersion(_message.Message):
+    """A version of the receiving node's stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    URGENT_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    part: _types_pb2.StatePart.ValueType
+    urgent: _builtins.bool
+    """The run waits for whoever fetches it; else it is fetched in the background."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        part: _types_pb2.StatePart.ValueType = ...,
+        urgent: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "step", b"step", "urgent", b"urgent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateVersion: _TypeAlias = StateVersion  # noqa: Y015
+
+@_typing.final
+class Pin(_message.Message):
+    """All versions that the node shall serve to joiners, whatever it does meanwhile. New ones are of
+    the step that it holds when the command arrives; those that are not listed any more go.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateVersion]: ...
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___StateVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pin: _TypeAlias = Pin  # noqa: Y015
+
+@_typing.final
+class Pull(_message.Message):
+    """Get a part of the stage's state. WEIGHTS: the run waits for it; answered by Applied. MOMENTS: in
+    the background; answered by Promoted, once they are brought forward to the weights' step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    DONORS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    step: _builtins.int
+    part: _types_pb2.StatePart.ValueType
+    @_builtins.property
+    def donors(self) -> Global___Donors: ...
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        part: _types_pb2.StatePart.ValueType = ...,
+        donors: Global___Donors | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors", "incarnation", b"incarnation", "part", b"part", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pull: _TypeAlias = Pull  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):

@@ -55,6 +55,11 @@ class CoordinatorStub:
                 request_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.ShardRequest.SerializeToString,
                 response_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateChunk.FromString,
                 _registered_method=True)
+        self.DescribeSnapshot = channel.unary_unary(
+                '/shoal.v1.Coordinator/DescribeSnapshot',
+                request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
+                response_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateDescription.FromString,
+                _registered_method=True)
         self.FetchSnapshot = channel.unary_stream(
                 '/shoal.v1.Coordinator/FetchSnapshot',
                 request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
@@ -99,9 +104,16 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FetchSnapshot(self, request, context):
-        """A stage snapshot from the coordinator's store.
+    def DescribeSnapshot(self, request, context):
+        """A stage snapshot in the coordinator's store, and the chunks of it that are asked for; as with
+        a donor's DescribeState and FetchState.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchSnapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -135,6 +147,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.FetchShard,
                     request_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.ShardRequest.FromString,
                     response_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateChunk.SerializeToString,
+            ),
+            'DescribeSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeSnapshot,
+                    request_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.FromString,
+                    response_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateDescription.SerializeToString,
             ),
             'FetchSnapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchSnapshot,
@@ -255,6 +272,33 @@ class Coordinator:
             '/shoal.v1.Coordinator/FetchShard',
             shoal_dot_protocol_dot_proto_dot_coordinator__pb2.ShardRequest.SerializeToString,
             shoal_dot_protocol_dot_proto_dot_peer__pb2.StateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Coordinator/DescribeSnapshot',
+            shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
+            shoal_dot_protocol_dot_proto_dot_peer__pb2.StateDescription.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,8 +46,11 @@ class CoordinatorStub:
     """
     FetchShard: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ShardRequest, _peer_pb2.StateChunk]
     """A token shard by its SHA-256."""
+    DescribeSnapshot: _grpc.UnaryUnaryMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateDescription]
+    """A stage snapshot in the coordinator's store, and the chunks of it that are asked for; as with
+    a donor's DescribeState and FetchState.
+    """
     FetchSnapshot: _grpc.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]
-    """A stage snapshot from the coordinator's store."""
     StoreSnapshot: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotChunk, _coordinator_pb2.SnapshotReceipt]
     """A stage snapshot into the coordinator's store. The first message names it."""
 
@@ -64,8 +67,11 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     FetchShard: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ShardRequest, _peer_pb2.StateChunk]  # type: ignore[assignment]
     """A token shard by its SHA-256."""
+    DescribeSnapshot: _aio.UnaryUnaryMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateDescription]  # type: ignore[assignment]
+    """A stage snapshot in the coordinator's store, and the chunks of it that are asked for; as with
+    a donor's DescribeState and FetchState.
+    """
     FetchSnapshot: _aio.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]  # type: ignore[assignment]
-    """A stage snapshot from the coordinator's store."""
     StoreSnapshot: _aio.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotChunk, _coordinator_pb2.SnapshotReceipt]  # type: ignore[assignment]
     """A stage snapshot into the coordinator's store. The first message names it."""
 
@@ -105,12 +111,21 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """A token shard by its SHA-256."""
 
     @_abc_1.abstractmethod
+    def DescribeSnapshot(
+        self,
+        request: _peer_pb2.StateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.StateDescription, _abc.Awaitable[_peer_pb2.StateDescription]]:
+        """A stage snapshot in the coordinator's store, and the chunks of it that are asked for; as with
+        a donor's DescribeState and FetchState.
+        """
+
+    @_abc_1.abstractmethod
     def FetchSnapshot(
         self,
         request: _peer_pb2.StateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_peer_pb2.StateChunk], _abc.AsyncIterator[_peer_pb2.StateChunk]]:
-        """A stage snapshot from the coordinator's store."""
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.StateChunk], _abc.AsyncIterator[_peer_pb2.StateChunk]]: ...
 
     @_abc_1.abstractmethod
     def StoreSnapshot(

@@ -7,9 +7,12 @@ What nodes say to each other. Mutual TLS; the client pins the server's peer id, 
 checks that the client's peer id belongs to the plan.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shoal.protocol.proto import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -84,28 +87,72 @@ class StateRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     stage: _builtins.int
     step: _builtins.int
     """The version wanted: the state after this many committed steps."""
+    part: _types_pb2.StatePart.ValueType
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """FetchState: chunks by number, at most 64. Each is `chunk_bytes` of its description, the last
+        one the rest.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         stage: _builtins.int = ...,
         step: _builtins.int = ...,
+        part: _types_pb2.StatePart.ValueType = ...,
+        chunks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "part", b"part", "run_id", b"run_id", "stage", b"stage", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StateRequest: _TypeAlias = StateRequest  # noqa: Y015
 
 @_typing.final
+class StateDescription(_message.Message):
+    """A state file, so that its chunks can be had from several donors and each be verified."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_SHA256_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    """The whole file's length; checked against the plan."""
+    chunk_bytes: _builtins.int
+    chunk_sha256: _builtins.bytes
+    """SHA-256 of each chunk, 32 bytes each, in order."""
+    weights_digest: _builtins.int
+    """Tree hash of the weights at that step, as the donor claims; 0 when it doesn't know."""
+    def __init__(
+        self,
+        *,
+        total_bytes: _builtins.int = ...,
+        chunk_bytes: _builtins.int = ...,
+        chunk_sha256: _builtins.bytes = ...,
+        weights_digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "chunk_sha256", b"chunk_sha256", "total_bytes", b"total_bytes", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateDescription: _TypeAlias = StateDescription  # noqa: Y015
+
+@_typing.final
 class StateChunk(_message.Message):
-    """Chunks of one safetensors file (protocol/state_file.py writes it)."""
+    """Pieces of one safetensors file (protocol/state_file.py writes it)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -114,9 +161,9 @@ class StateChunk(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
-    """The whole file's length; set on the first chunk only, checked against the plan."""
+    """The whole file's length; set on the first piece of a whole file only, checked against the plan."""
     sha256: _builtins.bytes
-    """SHA-256 of the whole file; set on the first chunk only."""
+    """SHA-256 of the whole file; set on the first piece of a whole file only."""
     offset: _builtins.int
     """Where `data` belongs."""
     data: _builtins.bytes

@@ -45,6 +45,11 @@ class PeerStub:
                 request_serializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.SerializeToString,
                 response_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.PushAck.FromString,
                 _registered_method=True)
+        self.DescribeState = channel.unary_unary(
+                '/shoal.v1.Peer/DescribeState',
+                request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
+                response_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateDescription.FromString,
+                _registered_method=True)
         self.FetchState = channel.unary_stream(
                 '/shoal.v1.Peer/FetchState',
                 request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
@@ -76,8 +81,16 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeState(self, request, context):
+        """What a pinned version of the donor's stage looks like: waits while it is being written. Every
+        honest donor of a version gives the same description.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchState(self, request, context):
-        """The weights and optimizer state of the donor's stage, at one version.
+        """The chunks asked for, of a version that the coordinator has had pinned (Pin).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,6 +115,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Reduce,
                     request_deserializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
                     response_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.PushAck.SerializeToString,
+            ),
+            'DescribeState': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeState,
+                    request_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.FromString,
+                    response_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateDescription.SerializeToString,
             ),
             'FetchState': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchState,
@@ -168,6 +186,33 @@ class Peer:
             '/shoal.v1.Peer/Reduce',
             shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.SerializeToString,
             shoal_dot_protocol_dot_proto_dot_peer__pb2.PushAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Peer/DescribeState',
+            shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
+            shoal_dot_protocol_dot_proto_dot_peer__pb2.StateDescription.FromString,
             options,
             channel_credentials,
             insecure,

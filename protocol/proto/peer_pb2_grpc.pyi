@@ -44,8 +44,12 @@ class PeerStub:
     """Slices of gradient sums between the replicas of a stage; same framing as Push, on a stream
     of its own so that a boundary tensor never waits behind a large slice.
     """
+    DescribeState: _grpc.UnaryUnaryMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateDescription]
+    """What a pinned version of the donor's stage looks like: waits while it is being written. Every
+    honest donor of a version gives the same description.
+    """
     FetchState: _grpc.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]
-    """The weights and optimizer state of the donor's stage, at one version."""
+    """The chunks asked for, of a version that the coordinator has had pinned (Pin)."""
     Ping: _grpc.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.PingReply]
     """Liveness and round-trip time."""
 
@@ -60,8 +64,12 @@ class PeerAsyncStub(PeerStub):
     """Slices of gradient sums between the replicas of a stage; same framing as Push, on a stream
     of its own so that a boundary tensor never waits behind a large slice.
     """
+    DescribeState: _aio.UnaryUnaryMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateDescription]  # type: ignore[assignment]
+    """What a pinned version of the donor's stage looks like: waits while it is being written. Every
+    honest donor of a version gives the same description.
+    """
     FetchState: _aio.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]  # type: ignore[assignment]
-    """The weights and optimizer state of the donor's stage, at one version."""
+    """The chunks asked for, of a version that the coordinator has had pinned (Pin)."""
     Ping: _aio.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.PingReply]  # type: ignore[assignment]
     """Liveness and round-trip time."""
 
@@ -87,12 +95,22 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def DescribeState(
+        self,
+        request: _peer_pb2.StateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.StateDescription, _abc.Awaitable[_peer_pb2.StateDescription]]:
+        """What a pinned version of the donor's stage looks like: waits while it is being written. Every
+        honest donor of a version gives the same description.
+        """
+
+    @_abc_1.abstractmethod
     def FetchState(
         self,
         request: _peer_pb2.StateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.StateChunk], _abc.AsyncIterator[_peer_pb2.StateChunk]]:
-        """The weights and optimizer state of the donor's stage, at one version."""
+        """The chunks asked for, of a version that the coordinator has had pinned (Pin)."""
 
     @_abc_1.abstractmethod
     def Ping(

@@ -79,6 +79,54 @@ DIRECTION_REDUCE_TOTAL: Direction.ValueType  # 4
 """A slice's total int64 sums, from its owner to the other replicas."""
 Global___Direction: _TypeAlias = Direction  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """As HOLDER."""
+    TIER_WORKER: _Tier.ValueType  # 1
+    """The weights: it computes, and pulls the new weights after every step."""
+    TIER_HOLDER: _Tier.ValueType  # 2
+    """Weights and optimizer state."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """What a member has of its stage's state."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""As HOLDER."""
+TIER_WORKER: Tier.ValueType  # 1
+"""The weights: it computes, and pulls the new weights after every step."""
+TIER_HOLDER: Tier.ValueType  # 2
+"""Weights and optimizer state."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
+class _StatePart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StatePartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatePart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATE_PART_UNSPECIFIED: _StatePart.ValueType  # 0
+    """As ALL."""
+    STATE_PART_ALL: _StatePart.ValueType  # 1
+    STATE_PART_WEIGHTS: _StatePart.ValueType  # 2
+    STATE_PART_MOMENTS: _StatePart.ValueType  # 3
+    """exp_avg and exp_avg_sq."""
+
+class StatePart(_StatePart, metaclass=_StatePartEnumTypeWrapper):
+    """Which tensors of a stage's state."""
+
+STATE_PART_UNSPECIFIED: StatePart.ValueType  # 0
+"""As ALL."""
+STATE_PART_ALL: StatePart.ValueType  # 1
+STATE_PART_WEIGHTS: StatePart.ValueType  # 2
+STATE_PART_MOMENTS: StatePart.ValueType  # 3
+"""exp_avg and exp_avg_sq."""
+Global___StatePart: _TypeAlias = StatePart  # noqa: Y015
+
 @_typing.final
 class TensorKey(_message.Message):
     """Names one tensor of one run. Receivers deduplicate by all fields but `incarnation`."""
@@ -219,6 +267,7 @@ class Member(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """The node's id, derived from its Ed25519 public key; pinned in its TLS certificate."""
     name: _builtins.str
@@ -228,6 +277,8 @@ class Member(_message.Message):
     stage: _builtins.int
     incarnation: _builtins.int
     """Given anew at every assignment, never reused within a run."""
+    tier: Global___Tier.ValueType
+    """What it has of its stage's state."""
     def __init__(
         self,
         *,
@@ -236,10 +287,11 @@ class Member(_message.Message):
         address: _builtins.str = ...,
         stage: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        tier: Global___Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "peer_id", b"peer_id", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "peer_id", b"peer_id", "stage", b"stage", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

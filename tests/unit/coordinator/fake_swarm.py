@@ -310,14 +310,26 @@ class FakeNode:
         if source == pb.STATE_SOURCE_INIT:
             weights = initial_weights(assign.stage)
         elif source == pb.STATE_SOURCE_PEER:
-            donor = self.swarm.by_incarnation(assign.donor.incarnation)
-            if donor is not None and donor.step == assign.step:
-                weights = donor.weights ^ donor.corrupt_copy
+            weights = self.copy(assign.donors, assign.step)
         elif source == pb.STATE_SOURCE_SNAPSHOT:
             weights = self.swarm.snapshots.complete[assign.step][assign.stage]
         elif self.stage == assign.stage and self.step >= 0:
             weights = self.weights
         self.copying = assign, weights
+
+    def copy(self, donors: pb.Donors, step: int) -> int | None:
+        """What the run has recorded, or else the first donor's; None when nobody has it."""
+        found = {}
+        for member in donors.members:
+            donor = self.swarm.by_incarnation(member.incarnation)
+            if donor is None or donor.step != step:
+                continue
+            found[member.peer_id] = weights = donor.weights ^ donor.corrupt_copy
+            if donors.has_weights_digest and weights != donors.weights_digest:
+                del found[member.peer_id]
+                bad = pb.TROUBLE_KIND_BAD_PEER
+                self.say(trouble=pb.Trouble(kind=bad, peer_id=member.peer_id, error="FakeError"))
+        return next(iter(found.values()), None)
 
     def finish_copy(self) -> None:
         assert self.copying is not None

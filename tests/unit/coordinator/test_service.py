@@ -16,6 +16,7 @@ from shoal.protocol.identity import NodeIdentity, TlsKey, make_join_request
 from shoal.protocol.ids import RunId
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.rpc import error_from_rpc
+from shoal.version import PROTOCOL_VERSION
 
 RUN = RunId("run-00000000")
 
@@ -69,7 +70,7 @@ async def test_another_protocol_version_names_both_and_the_remedy(desk: Desk) ->
     error = await desk.refusal(request)
     assert isinstance(error, VersionError)
     assert error.exit_code == 5
-    assert "version 1" in str(error)
+    assert f"version {PROTOCOL_VERSION}" in str(error)
     assert "version 99" in str(error)
     assert "pip install" in str(error)
 

@@ -18,6 +18,7 @@ from shoal.node.inbox import BoundaryInbox, BoundaryTensor
 from shoal.node.links import INCARNATION_METADATA, PeerLinks
 from shoal.node.peer_service import PeerService
 from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.state_pins import PinnedState
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     CapacityError,
@@ -43,7 +44,7 @@ from shoal.protocol.ids import Incarnation, PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2, peer_pb2, peer_pb2_grpc, types_pb2
 from shoal.protocol.rpc import error_from_rpc
 from shoal.protocol.spec import DataManifest, ResolvedRun, RunSpec
-from shoal.protocol.state_file import CHUNK_BYTES
+from shoal.protocol.state_chunks import describe
 from shoal.protocol.wire import checksum, encode_frame, frames, open_tensor_stream
 
 from .loopback import Loopback, member
@@ -54,6 +55,7 @@ SHAPE = (2, 3, 8)
 NUMEL = 48
 STEP = 5
 BOUNDARY = parse_boundary("bf16")
+STATE = bytes(range(256)) * 600 + b"end"
 
 
 def resolved_run() -> ResolvedRun:
@@ -85,10 +87,10 @@ class Node:
         self.got: list[BoundaryTensor] = []
         self.bad: list[tuple[PeerId, str]] = []
         self.folder = folder
-        self.states: list[Path] = []
         self.state_asked = asyncio.Event()
         self.state_ready = asyncio.Event()
         self.state_ready.set()
+        (folder / "state").write_bytes(STATE)
         self.service = PeerService(
             RUN_ID,
             self.swarm,
@@ -116,15 +118,15 @@ class Node:
     def committed_step(self) -> int:
         return STEP - 1
 
-    async def state_at(self, stage: int, step: int) -> Path:
+    async def pinned(
+        self, stage: int, step: int, part: types_pb2.StatePart.ValueType
+    ) -> PinnedState:
         if stage != 1:
             raise WrongLeaseError(f"not stage {stage}")
-        path = self.folder / f"state-{len(self.states)}"
-        path.write_bytes(bytes(range(256)) * (CHUNK_BYTES // 256) + b"end")
-        self.states.append(path)
         self.state_asked.set()
         await self.state_ready.wait()
-        return path
+        path = self.folder / "state"
+        return PinnedState(path, describe(path), urgent=False)
 
 
 class Swarm:
@@ -519,37 +521,56 @@ async def test_nothing_comes_in_over_a_link_that_is_broken_on_order(swarm: Swarm
 # ---- state and liveness ------------------------------------------------------------------
 
 
-async def fetch(swarm: Swarm, *, stage: int = 1, run_id: str = RUN_ID) -> bytes:
+def request(*chunks: int, stage: int = 1, run_id: str = RUN_ID) -> peer_pb2.StateRequest:
+    return peer_pb2.StateRequest(run_id=run_id, stage=stage, step=4, chunks=chunks)
+
+
+async def fetch(swarm: Swarm, asked: peer_pb2.StateRequest) -> list[peer_pb2.StateChunk]:
     async with swarm.channel(OUTSIDER) as channel:
         stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
-        request = peer_pb2.StateRequest(run_id=run_id, stage=stage, step=4)
         try:
-            return b"".join([c.data async for c in stub.FetchState(request, timeout=20)])
+            return [c async for c in stub.FetchState(asked, timeout=20)]
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 
 
-async def test_state_is_copied_and_its_file_removed(swarm: Swarm) -> None:
-    assert await fetch(swarm) == bytes(range(256)) * (CHUNK_BYTES // 256) + b"end"
-    assert [path.exists() for path in swarm.node.states] == [False]
+async def test_the_chunks_asked_for_come_in_that_order(swarm: Swarm) -> None:
+    async with swarm.channel(OUTSIDER) as channel:
+        stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
+        described = await stub.DescribeState(request(), timeout=20)
+    size = described.chunk_bytes
+    assert described.total_bytes == len(STATE)
+    got = await fetch(swarm, request(2, 0))
+    assert [c.offset for c in got] == [2 * size, 0]
+    assert [c.data for c in got] == [STATE[2 * size : 3 * size], STATE[:size]]
 
 
 async def test_state_of_another_run_or_stage_is_refused(swarm: Swarm) -> None:
     with pytest.raises(WrongRunError):
-        await fetch(swarm, run_id="other")
+        await fetch(swarm, request(0, run_id="other"))
     with pytest.raises(WrongLeaseError):
-        await fetch(swarm, stage=0)
+        await fetch(swarm, request(0, stage=0))
 
 
-async def test_one_peer_gets_one_copy_at_a_time(swarm: Swarm) -> None:
+@pytest.mark.parametrize("chunks", [[], [99], [0] * 65])
+async def test_chunks_that_are_not_there_or_too_many_are_refused(
+    swarm: Swarm, chunks: list[int]
+) -> None:
+    with pytest.raises(MalformedFrameError):
+        await fetch(swarm, request(*chunks))
+
+
+async def test_one_peer_has_few_requests_for_state_at_a_time(swarm: Swarm) -> None:
+    limit = peer_service._MAX_DONATIONS
     swarm.node.state_ready.clear()
-    first = asyncio.create_task(fetch(swarm))
-    await asyncio.wait_for(swarm.node.state_asked.wait(), 20)
-    with pytest.raises(CapacityError, match="1 copies of the state"):
-        await fetch(swarm)
+    first = [asyncio.create_task(fetch(swarm, request(0))) for _ in range(limit)]
+    while sum(swarm.node.service._donations.values()) < limit:  # noqa: ASYNC110  # as above
+        await asyncio.sleep(0.001)
+    with pytest.raises(CapacityError, match=f"{limit} requests for state"):
+        await fetch(swarm, request(0))
     swarm.node.state_ready.set()
-    await first
-    await fetch(swarm)
+    await asyncio.gather(*first)
+    await fetch(swarm, request(0))
 
 
 async def test_ping_echoes_a_bounded_nonce_and_the_step(swarm: Swarm) -> None:

@@ -57,11 +57,14 @@ class Transfer:
         self.hangs = False
         self.asked = asyncio.Event()
 
-    async def fetch_state(self, assign: coordinator_pb2.Assign) -> Path:
+    async def fetch_state(self, *_: object, **__: object) -> Path:
         self.asked.set()
         if self.hangs:
             await asyncio.Event().wait()
         raise UnreachableError("the donor is gone")
+
+    def forget(self) -> None:
+        pass
 
     async def fetch_shard(self, sha256: str) -> Any:
         raise AssertionError
@@ -139,7 +142,7 @@ async def test_what_is_not_held_cannot_be_kept(tmp_path: Path) -> None:
 async def test_a_bug_while_taking_a_stage_ends_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def wrong(assign: coordinator_pb2.Assign) -> Path:
+    async def wrong(*_: object, **__: object) -> Path:
         raise KeyError("a bug")
 
     async def live() -> None:

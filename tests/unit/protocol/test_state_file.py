@@ -27,7 +27,13 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.ids import RunId, Stage, Step
 from shoal.protocol.proto.peer_pb2 import StateChunk
+from shoal.protocol.proto.types_pb2 import (
+    STATE_PART_MOMENTS,
+    STATE_PART_WEIGHTS,
+    StatePart,
+)
 from shoal.protocol.state_file import (
+    PARTS,
     StateExpectation,
     StateHeader,
     StateReceiver,
@@ -112,6 +118,18 @@ def test_a_state_other_than_expected_is_refused(
     for read in (read_state, check_state):
         with pytest.raises(error):
             read(path, expect)
+
+
+@pytest.mark.parametrize("part", [STATE_PART_WEIGHTS, STATE_PART_MOMENTS])
+def test_a_part_of_the_state_is_read_as_that_part_only(
+    path: Path, part: StatePart.ValueType
+) -> None:
+    kinds = PARTS[part]
+    tensors = {name: t for name, t in state().items() if name.partition("/")[0] in kinds}
+    write_state(path, tensors, HEADER, durable=False)
+    assert read_state(path, replace(EXPECT, kinds=kinds))[1].keys() == tensors.keys()
+    with pytest.raises(WrongShapeError):
+        read_state(path, EXPECT)
 
 
 def test_any_step_is_taken_when_none_is_expected(path: Path) -> None:

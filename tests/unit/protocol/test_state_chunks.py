@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of a state file: described, fetched in any order, verified one by one, resumed."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from shoal.protocol.errors import (
+    ChecksumError,
+    MalformedFrameError,
+    OversizedStreamError,
+    StorageError,
+)
+from shoal.protocol.proto.peer_pb2 import StateDescription
+from shoal.protocol.state_chunks import (
+    PartialState,
+    check_description,
+    chunk_bytes_for,
+    describe,
+    num_chunks,
+    read_chunks,
+)
+
+MIB = 1 << 20
+DATA = bytes(i * 7 % 251 for i in range(200_000))  # three whole chunks of 64 KiB and a rest
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "donor" / "state"
+    path.parent.mkdir()
+    path.write_bytes(DATA)
+    return path
+
+
+def piece(description: StateDescription, index: int) -> bytes:
+    size = description.chunk_bytes
+    return DATA[index * size : (index + 1) * size]
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [(1, 64 << 10), (4 * MIB, 64 << 10), (64 * MIB, MIB), (1 << 40, 4 * MIB), (255 * MIB, 2 * MIB)],
+)
+def test_chunks_are_small_for_small_states_and_bounded(total: int, expected: int) -> None:
+    assert chunk_bytes_for(total) == expected
+
+
+def test_a_description_names_every_chunk(source: Path) -> None:
+    found = describe(source, weights_digest=5)
+    assert (found.total_bytes, found.weights_digest, num_chunks(found)) == (len(DATA), 5, 4)
+    assert found.chunk_sha256[96:] == hashlib.sha256(piece(found, 3)).digest()
+    check_description(found, max_bytes=len(DATA))
+
+
+def test_a_description_outside_the_plan_is_refused(source: Path) -> None:
+    found = describe(source)
+    with pytest.raises(OversizedStreamError):
+        check_description(found, max_bytes=len(DATA) - 1)
+    with pytest.raises(OversizedStreamError):
+        check_description(StateDescription(), max_bytes=len(DATA))
+    with pytest.raises(MalformedFrameError, match="hashes"):
+        check_description(
+            StateDescription(
+                total_bytes=len(DATA), chunk_bytes=found.chunk_bytes, chunk_sha256=b"x" * 96
+            ),
+            max_bytes=len(DATA),
+        )
+    with pytest.raises(MalformedFrameError, match="chunks of 1 bytes"):
+        check_description(
+            StateDescription(total_bytes=len(DATA), chunk_bytes=1), max_bytes=len(DATA)
+        )
+
+
+def test_a_partial_file_fills_in_any_order(source: Path, tmp_path: Path) -> None:
+    found = describe(source)
+    with PartialState(tmp_path / "partial" / "file", found) as partial:
+        assert (partial.missing, partial.resumed_bytes) == (4, 0)
+        for index in (3, 0, 2, 1):
+            chunks = read_chunks(source, [index], chunk_bytes=found.chunk_bytes)
+            partial.write(index, b"".join(c.data for c in chunks))
+        assert partial.missing == 0
+    assert partial.path.read_bytes() == DATA
+
+
+def test_a_wrong_chunk_is_refused_and_not_kept(source: Path, tmp_path: Path) -> None:
+    found = describe(source)
+    with PartialState(tmp_path / "file", found) as partial:
+        for wrong in (piece(found, 0)[:-1], piece(found, 1), piece(found, 0) + b"!"):
+            with pytest.raises(ChecksumError, match="chunk 0"):
+                partial.write(0, wrong)
+        assert partial.missing == 4
+
+
+def test_what_a_partial_file_holds_is_kept_over_a_restart(source: Path, tmp_path: Path) -> None:
+    found, path = describe(source), tmp_path / "file"
+    with PartialState(path, found) as partial:
+        partial.write(1, piece(found, 1))
+        partial.write(3, piece(found, 3))
+    with path.open("r+b") as file:  # a write that was torn
+        file.seek(found.chunk_bytes + 5)
+        file.write(b"torn")
+    with PartialState(path, found) as again:
+        assert again.have == {3}
+        assert again.resumed_bytes == len(piece(found, 3))
+
+
+def test_a_partial_file_of_another_version_starts_anew(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"another" * 100_000)
+    with PartialState(path, describe(source)) as partial:
+        assert partial.missing == 4
+    assert path.stat().st_size == len(DATA)
+
+
+def test_a_file_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        describe(tmp_path / "nothing")
+    with pytest.raises(StorageError):
+        list(read_chunks(tmp_path / "nothing", [0], chunk_bytes=1))
