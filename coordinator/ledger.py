@@ -96,6 +96,9 @@ class StepLedger:
     def holder(self, microbatch: MicrobatchId, stage: Stage) -> Incarnation:
         return self._holders[microbatch, stage]
 
+    def participants_at(self, stage: Stage) -> list[Incarnation]:
+        return list(self._stages[stage].replicas)
+
     def empty_stages(self) -> list[Stage]:
         return [stage for stage, books in self._stages.items() if not books.replicas]
 
@@ -203,6 +206,18 @@ class StepLedger:
         books.prepared.setdefault(prepared.incarnation, prepared)
         return True
 
+    def is_awaited(self, incarnation: Incarnation, round_number: int) -> bool:
+        """Whether this participant's sums of this round are still to come."""
+        books = (
+            self._stages[self._stage_of[incarnation]] if self.participates(incarnation) else None
+        )
+        return (
+            books is not None
+            and books.round is not None
+            and books.round.round == round_number
+            and incarnation not in books.prepared
+        )
+
     def dissents(self) -> list[Dissent]:
         """Stages where everybody has prepared, and not all the same."""
         found = []
@@ -250,6 +265,21 @@ class StepLedger:
             if books.round is not None
         }
 
+    # ---- bad numbers ---------------------------------------------------------------------
+
+    def move(self, slot: Slot, to: Iterable[Incarnation]) -> dict[Incarnation, list[Lease]]:
+        """Lease a slot that its holder gave back, its gradient in nobody's sums, to whom of `to`
+        has least to do; returns new leases and changed neighbours. Nothing moves when nobody of
+        `to` takes part."""
+        assert slot not in self.receipts, "what is in somebody's sums stays there"
+        books = self._stages[slot[1]]
+        replicas = {who: books.replicas[who] for who in to if who in books.replicas}
+        if not replicas:
+            return {}
+        self._move([slot], books, replicas)
+        self.moved_last = {slot: self._holders[slot]}
+        return self._tell({slot})
+
     # ---- loss of nodes -------------------------------------------------------------------
 
     def fence(self, lost: Iterable[Incarnation]) -> dict[Incarnation, list[Lease]]:
@@ -292,7 +322,7 @@ class StepLedger:
                 books.cancel_round()
             frozen = books.round is not None
             orphans = [s for s in held_by_lost if not (frozen and s in self.receipts)]
-            self._move(orphans, books)
+            self._move(orphans, books, books.replicas)
             moved |= set(orphans)
         return moved
 
@@ -305,12 +335,14 @@ class StepLedger:
             if 0 <= other < self.num_stages
         )
 
-    def _move(self, orphans: Sequence[Slot], books: _StageBooks) -> None:
-        unfinished = dict.fromkeys(books.replicas, 0)
+    def _move(
+        self, orphans: Sequence[Slot], books: _StageBooks, to: Mapping[Incarnation, float]
+    ) -> None:
+        unfinished = dict.fromkeys(to, 0)
         for slot, who in self._holders.items():
             if who in unfinished and slot not in self.receipts:
                 unfinished[who] += 1
-        routes = spread([m for m, _ in orphans], books.replicas, unfinished)
+        routes = spread([m for m, _ in orphans], to, unfinished)
         for slot in orphans:
             self._holders[slot] = routes[slot[0]]
             withdrawn = self.receipts.pop(slot, None)

@@ -10,7 +10,7 @@ from shoal.coordinator.members import Members
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.step_runner import Phase, StepRunner
-from shoal.protocol.errors import FencedError, MalformedFrameError
+from shoal.protocol.errors import FencedError, MalformedFrameError, NonFiniteError
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, Stage, display_name
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import FaultSpec
@@ -107,8 +107,7 @@ class NodeEvents:
         if opened is None or not self._runner.is_open(receipt.step, receipt.attempt):
             raise FencedError(f"receipt of step {receipt.step}, attempt {receipt.attempt}")
         if receipt.has_loss and not math.isfinite(receipt.loss_sum):
-            what = f"the loss of microbatch {receipt.microbatch} is {receipt.loss_sum}"
-            self._runner.bad_numbers(session, what)
+            self._runner.numbers.on_loss(session, receipt)
             return
         facts = ReceiptFacts(
             incarnation=Incarnation(receipt.incarnation),
@@ -144,6 +143,9 @@ class NodeEvents:
             raise FencedError(f"prepared step {prepared.step}, attempt {prepared.attempt}")
         if any(norm < 0 for norm in prepared.squared_norms):
             raise MalformedFrameError("a squared norm is negative")
+        if not all(math.isfinite(norm) for norm in prepared.squared_norms):
+            self._on_bad_sums(session, prepared)
+            return
         counts = opened.ledger.record_prepared(
             PreparedFacts(
                 incarnation=Incarnation(prepared.incarnation),
@@ -156,23 +158,24 @@ class NodeEvents:
         if counts:
             self._runner.progressed()
 
+    def _on_bad_sums(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
+        opened = self._runner.opened
+        if opened is not None and opened.ledger.is_awaited(session.incarnation, prepared.round):
+            self._runner.numbers.on_sums(session, "a gradient's norm is not finite")
+
     # ---- trouble and leaving -------------------------------------------------------------
 
     def _on_trouble(self, session: Session, trouble: coordinator_pb2.Trouble) -> None:
         what = f"{trouble.error[:_MAX_TEXT]}: {trouble.detail[:_MAX_TEXT]}"
         kind = trouble.kind
         if kind == coordinator_pb2.TROUBLE_KIND_BAD_PEER:
-            peer = PeerId(trouble.peer_id)
-            self._members.mark(peer)
-            if session.state == "copying":
-                session.bad_donors.add(peer)
-            self._log.say("refused", f"{session.name} refused {display_name(peer)}'s data: {what}")
+            self._on_bad_peer(session, trouble, what)
             return
         self._members.check_own(session, trouble.incarnation)
         if kind == coordinator_pb2.TROUBLE_KIND_PEER_UNREACHABLE:
             self._on_unreachable(session, trouble)
         elif kind == coordinator_pb2.TROUBLE_KIND_NUMBERS:
-            self._runner.bad_numbers(session, what)
+            self._runner.numbers.on_trouble(session, trouble)
         else:
             # A failure to get the state is the donors' when one of them is gone.
             copying = session.state == "copying" and bool(session.transfers)
@@ -186,6 +189,17 @@ class NodeEvents:
             # The state is whole, unless it failed while it applied a step.
             whole = session.state in ("ready", "leaving") and session.step == self._log.state.step
             self._fail(session, what, "failed", still_holds=whole, counts=not excused)
+
+    def _on_bad_peer(self, session: Session, trouble: coordinator_pb2.Trouble, what: str) -> None:
+        peer = PeerId(trouble.peer_id)
+        self._log.say("refused", f"{session.name} refused {display_name(peer)}'s data: {what}")
+        if trouble.error == NonFiniteError.__name__:
+            # They may be the run's, and the accuser's word is not worth more than the sender's.
+            self._runner.numbers.on_refused(session, trouble)
+        else:
+            self._members.mark(peer)
+            if session.state == "copying":
+                session.bad_donors.add(peer)
 
     def _fail(
         self, session: Session, what: str, kind: str, *, still_holds: bool, counts: bool = True

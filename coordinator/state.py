@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from shoal.coordinator.step_scale import ScaleHistory, StepScale
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId
 
 
@@ -41,6 +42,17 @@ class StepOpened(Event):
     kind: Literal["step_opened"] = "step_opened"
     step: int
     attempt: int
+
+
+class NumbersBackedOff(Event):
+    """From this step on, until they change again: the loss scale, and the low bits of the fixed
+    point that are given up."""
+
+    kind: Literal["numbers_backed_off"] = "numbers_backed_off"
+    step: int
+    loss_scale: float
+    coarsen: int
+    reason: str
 
 
 class StepCommitted(Event):
@@ -103,6 +115,7 @@ AnyEvent = (
     | StageAssigned
     | NodeFenced
     | StepOpened
+    | NumbersBackedOff
     | StepCommitted
     | StepApplied
     | SnapshotStored
@@ -119,6 +132,7 @@ EVENT_KINDS: dict[str, type[Event]] = {
         StageAssigned,
         NodeFenced,
         StepOpened,
+        NumbersBackedOff,
         StepCommitted,
         StepApplied,
         SnapshotStored,
@@ -134,6 +148,7 @@ DURABLE = (
     StageAssigned,
     NodeFenced,
     StepOpened,
+    NumbersBackedOff,
     StepCommitted,
     SnapshotStored,
     RolledBack,
@@ -156,6 +171,7 @@ class RunState:
     records: dict[int, StepCommitted] = field(default_factory=dict)
     weights_digests: dict[int, tuple[int, ...]] = field(default_factory=dict)
     peers: dict[Incarnation, PeerId] = field(default_factory=dict)
+    scales: ScaleHistory = field(default_factory=ScaleHistory)
     snapshot_step: int = 0
     paused: str | None = None
     weights_sha256: str | None = None
@@ -172,6 +188,9 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             )
         case StepOpened():
             return replace(state, attempt=event.attempt)
+        case NumbersBackedOff():
+            scale = StepScale(event.loss_scale, event.coarsen)
+            return replace(state, scales=state.scales.after_back_off(scale))
         case StepCommitted():
             # The first record of a step stands: a recomputed step must equal it. A log with a hole
             # is read as it is; `RunView.steps_lost` shows the hole.
@@ -184,6 +203,7 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
                 highest_step=max(state.highest_step, event.step),
                 attempt=0,
                 records=records,
+                scales=_scales_after(event, state),
             )
         case StepApplied():
             return replace(
@@ -201,6 +221,17 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             return replace(state, weights_sha256=event.weights_sha256)
         case RunCreated() | NodeFenced():
             return state
+
+
+def _scales_after(event: StepCommitted, state: RunState) -> ScaleHistory:
+    if event.step <= state.highest_step:  # recomputed, with what its record says
+        return state.scales
+    return state.scales.after_commit(
+        event.step,
+        loss_scale=event.loss_scale,
+        exponent=event.scale_exponent,
+        tokens_per_step=event.num_tokens,
+    )
 
 
 def replay(events: Iterable[tuple[str, Mapping[str, Any]]]) -> RunState:

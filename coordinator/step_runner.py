@@ -5,14 +5,15 @@ meanwhile."""
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from shoal.coordinator import commands
 from shoal.coordinator.broken_links import BrokenLinks
 from shoal.coordinator.ledger import StepLedger
-from shoal.coordinator.ledger_facts import Dissent
+from shoal.coordinator.ledger_facts import Dissent, Lease, Slot
 from shoal.coordinator.members import Members
+from shoal.coordinator.numbers_desk import NumbersDesk
 from shoal.coordinator.open_step import OpenStep, num_validation, outvoted, stalled, step_record
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
@@ -20,9 +21,8 @@ from shoal.coordinator.state import StepApplied, StepOpened
 from shoal.protocol.errors import RunFailedError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.faults import Moment
-from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.ids import Incarnation, Stage
 from shoal.protocol.proto import coordinator_pb2
-from shoal.protocol.scale import scale_exponent
 from shoal.protocol.schedule import credits_per_sender, in_flight_window
 from shoal.protocol.spec import ResolvedRun
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 STALL_S = 10.0
 """A step without progress for so long says whom it waits for."""
 
-_FP16_LOSS_SCALE = 1024.0
 _MAX_TIES = 3
 
 
@@ -56,7 +55,7 @@ class StepRunner:
         self._faults = faults
         self._progress_s = log_.clock()
         self._ties = 0
-        self._suspect: tuple[int, PeerId] | None = None  # (attempt, who) of the first bad number
+        self.numbers = NumbersDesk(log_, members, self, tokens=run.spec.tokens_per_step)
 
     def is_open(self, step: int, attempt: int) -> bool:
         state = self._log.state
@@ -83,19 +82,20 @@ class StepRunner:
             num_microbatches=spec.batch.microbatches,
             num_validation=num_validation(spec, step, has_data=bool(self._run.data.validation)),
         )
+        self.numbers.steer(ledger)
         for session in (s for group in holders.values() for s in group):
             if not ledger.leases_of(session.incarnation):
                 session.rest()
         self._log.record(StepOpened(time_s=self._log.clock(), step=step, attempt=attempt))
         self._faults.reach(Moment.STEP_OPENED, step)
+        scale = self.numbers.scale(step, fp16=fp16)
         self.opened = OpenStep(
             step=step,
             attempt=attempt,
             ledger=ledger,
             opened_s=self._log.clock(),
-            scale_exponent=scale_exponent(spec.tokens_per_step),
-            # A power of two: undone exactly, so that fp32 nodes compute the same without it.
-            loss_scale=_FP16_LOSS_SCALE if fp16 else 1.0,
+            scale_exponent=scale.scale_exponent,
+            loss_scale=scale.loss_scale,
         )
         self.phase = Phase.STEP
         self.links = BrokenLinks(patience_s=spec.fault.lease_s)
@@ -145,12 +145,7 @@ class StepRunner:
         self._members.send_plan()
         if self.phase is not Phase.STEP or opened.ledger.empty_stages():
             return ""  # being applied, or about to be abandoned
-        self.progressed()
-        for incarnation, leases in told.items():
-            holder = self._members.by_incarnation(incarnation)
-            if holder is not None:
-                update = commands.lease_update(opened.step, opened.attempt, leases)
-                holder.send(leases=update)
+        self._tell(opened, told)
         taken: Counter[str] = Counter()
         for who in opened.ledger.moved_last.values():
             holder = self._members.by_incarnation(who)
@@ -162,6 +157,22 @@ class StepRunner:
             f"{count} microbatch{'es' * (count > 1)} rerouted to {name}"
             for name, count in taken.items()
         )
+
+    def move(self, slot: Slot, to: Iterable[Incarnation]) -> str:
+        """Lease a microbatch that its holder gave back to somebody of `to`; returns whose it is."""
+        opened = self.opened
+        assert opened is not None, "leases are of an open step"
+        self._tell(opened, opened.ledger.move(slot, to))
+        holder = self._members.by_incarnation(opened.ledger.holder(*slot))
+        return holder.name if holder is not None else "nobody"
+
+    def _tell(self, opened: OpenStep, told: Mapping[Incarnation, Sequence[Lease]]) -> None:
+        self.progressed()
+        for incarnation, leases in told.items():
+            holder = self._members.by_incarnation(incarnation)
+            if holder is not None:
+                update = commands.lease_update(opened.step, opened.attempt, leases)
+                holder.send(leases=update)
 
     def take_out(
         self, session: Session, reason: str, *, kind: str = "fenced", still_holds: bool = False
@@ -184,27 +195,6 @@ class StepRunner:
         session.dismissed = True
         session.send(dismiss=coordinator_pb2.Dismiss(reason=reason, come_back=False))
         self.end(session, reason)
-
-    def bad_numbers(self, session: Session, what: str) -> None:
-        """A node's gradients are not finite or overflow. A replica, or else the node itself,
-        computes them once more; what is confirmed belongs to the run, and pauses it."""
-        attempt, peer_id = self._log.state.attempt, session.peer_id
-        self._log.say("numbers", f"{session.name}: {what}")
-        if self.phase is not Phase.STEP or not self.participates(session):
-            return
-        if self._suspect is not None and self._suspect != (attempt, peer_id):
-            self._diverged(what)
-            return
-        self._suspect = (attempt, peer_id)
-        self._members.mark(peer_id)
-        # Its weights are fine: a stage's only node comes back with them, and the step is redone.
-        self.take_out(session, what, still_holds=True)
-
-    def _diverged(self, what: str) -> None:
-        self._suspect = None
-        step = self._log.state.step + 1
-        self._log.pause(f"the run diverged in step {step}: {what}")
-        self.abandon("the run diverged")
 
     # ---- progress ------------------------------------------------------------------------
 
@@ -261,7 +251,7 @@ class StepRunner:
     def _commit(self, opened: OpenStep) -> None:
         record = step_record(self._run.spec, opened, now_s=self._log.clock())
         if not math.isfinite(record.grad_norm) or not math.isfinite(record.loss):
-            self._diverged(f"loss {record.loss}, gradient norm {record.grad_norm}")
+            self.numbers.diverged(f"loss {record.loss}, gradient norm {record.grad_norm}")
             return
         known = self._log.state.records.get(opened.step)
         if known is not None and known.sums_digests != record.sums_digests:
@@ -273,7 +263,8 @@ class StepRunner:
         self._log.record(record)
         self._faults.reach(Moment.COMMIT_WRITTEN, opened.step)
         self.phase = Phase.APPLYING
-        self._suspect, self._ties = None, 0
+        self._ties = 0
+        self.numbers.committed(opened)
         self.progressed()
         for session in self._members.sessions.values():
             if session.stage is not None and self.participates(session):

@@ -27,7 +27,7 @@ from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.identity import NodeIdentity
 from shoal.protocol.ids import PeerId, display_name
 from shoal.protocol.join_link import JoinLink, join_address
-from shoal.protocol.proto import coordinator_pb2
+from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.rpc import create_server, serve_secure
 from shoal.protocol.task_scope import TaskScope
 from shoal.protocol.wire import add_peer_servicer
@@ -136,7 +136,7 @@ class NodeDaemon:
             run.run_id,
             swarm,
             holder,
-            lambda peer, error: session.send(_bad_peer(holder, peer, error)),
+            lambda peer, error, key: session.send(_bad_peer(holder, peer, error, key)),
             self._faults,
             pace=Pace(config.donate_mb_per_s * 1e6),
         )
@@ -183,7 +183,10 @@ class NodeDaemon:
 
 
 def _bad_peer(
-    holder: StageHolder, peer_id: PeerId, error: ProtocolError
+    holder: StageHolder,
+    peer_id: PeerId,
+    error: ProtocolError,
+    key: types_pb2.TensorKey | None,
 ) -> coordinator_pb2.NodeEvent:
     trouble = coordinator_pb2.Trouble(
         kind=coordinator_pb2.TROUBLE_KIND_BAD_PEER,
@@ -192,6 +195,9 @@ def _bad_peer(
         error=type(error).__name__,
         detail=str(error)[:500],
     )
+    if key is not None:
+        trouble.peer_incarnation = key.incarnation
+        trouble.step, trouble.attempt, trouble.microbatch = key.step, key.attempt, key.microbatch
     return coordinator_pb2.NodeEvent(trouble=trouble)
 
 

@@ -57,7 +57,7 @@ class _Outgoing:
     tries: int = 0
 
 
-OnRefused = Callable[[types_pb2.Member, ProtocolError], None]
+OnRefused = Callable[[types_pb2.Member, types_pb2.TensorKey, ProtocolError], None]
 OnUnreachable = Callable[[types_pb2.Member, str], None]
 
 
@@ -252,7 +252,7 @@ class _TensorStream:
         else:
             outgoing.acknowledged.set_exception(error)
             outgoing.acknowledged.exception()  # whoever awaits it still gets it
-            self.on_refused(self.member, error)
+            self.on_refused(self.member, outgoing.header.key, error)
 
     def _enqueue(self, outgoing: _Outgoing) -> None:
         self._queue.append(outgoing)

@@ -72,7 +72,8 @@ class Inboxes(Protocol):
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
-OnBadPeer = Callable[[PeerId, ProtocolError], None]
+OnBadPeer = Callable[[PeerId, ProtocolError, types_pb2.TensorKey | None], None]
+"""Hears who sent what no honest node sends, and in which tensor, if in one."""
 
 
 class _BoundaryStream:
@@ -226,7 +227,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def _refuse(
         self, header: types_pb2.TensorHeader, error: ProtocolError, sender: PeerId
     ) -> peer_pb2.PushAck:
-        self._blame(sender, error)
+        self._blame(sender, error, header.key)
         return peer_pb2.PushAck(
             sequence=header.sequence,
             status=peer_pb2.PUSH_STATUS_REFUSED,
@@ -234,10 +235,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             detail=str(error),
         )
 
-    def _blame(self, sender: PeerId, error: ProtocolError) -> None:
+    def _blame(
+        self, sender: PeerId, error: ProtocolError, key: types_pb2.TensorKey | None = None
+    ) -> None:
         log.info("refused a tensor of %s: %s: %s", sender, type(error).__name__, error)
         if isinstance(error, _IMPOSSIBLE) or not isinstance(error, _NOT_A_FAULT):
-            self._on_bad(sender, error)
+            self._on_bad(sender, error, key)
 
     # ---- state and liveness --------------------------------------------------------------
 

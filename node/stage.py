@@ -26,6 +26,7 @@ from shoal.node.model.transformer import build_stage_model
 from shoal.node.optimizer import apply_update, is_decayed
 from shoal.protocol.errors import (
     NonFiniteError,
+    NonFiniteLossError,
     ProtocolError,
     WrongLeaseError,
     WrongShapeError,
@@ -212,7 +213,7 @@ class StageRuntime:
         loss = self._loss(x, targets_BT)
         loss_sum = loss.item()
         if not math.isfinite(loss_sum):
-            raise NonFiniteError(f"loss of microbatch {microbatch} is {loss_sum}")
+            raise NonFiniteLossError(f"loss of microbatch {microbatch} is {loss_sum}")
         return loss_sum, self._differentiate(microbatch, x, loss * self._loss_scale, None)
 
     @torch.no_grad()
@@ -225,8 +226,11 @@ class StageRuntime:
 
     @torch.no_grad()
     def evaluate_loss(self, x: Tensor, targets_BT: Tensor) -> float:
-        """The last stage's summed loss in nats, with nothing kept; may be NaN."""
-        return self._loss(x.to(self.device), targets_BT).item()
+        """The last stage's summed loss in nats, with nothing kept. Raises `NonFiniteLossError`."""
+        loss_sum = self._loss(x.to(self.device), targets_BT).item()
+        if not math.isfinite(loss_sum):
+            raise NonFiniteLossError(f"loss of a validation microbatch is {loss_sum}")
+        return loss_sum
 
     def drop(self, microbatch: int) -> None:
         """Forget a forward whose backward isn't coming. Its gradient, if added, stays."""

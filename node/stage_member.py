@@ -26,6 +26,7 @@ from shoal.node.step_work import LeaseFacts, Push, StepWork
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     NonFiniteError,
+    NonFiniteLossError,
     NumericOverflowError,
     ProtocolError,
     ReduceMismatchError,
@@ -194,14 +195,12 @@ class StageMember:
                 if task is None:
                     await self._wake.wait()
                     continue
-                await self._run_task(work, task)
+                try:
+                    await self._run_task(work, task)
+                except _NUMBERS as error:
+                    await self._give_back(work, task, error)
         except ShoalError as error:
-            kind = (
-                coordinator_pb2.TROUBLE_KIND_NUMBERS
-                if isinstance(error, _NUMBERS)
-                else coordinator_pb2.TROUBLE_KIND_OWN_FAILURE
-            )
-            self._report(kind, error)
+            self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
         except Exception as error:  # out of memory, a failed kernel, a bug: others take the work
             log.exception("computation failed")
             self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
@@ -230,6 +229,25 @@ class StageMember:
             self._faults.reach(Moment.GRADIENT_ACCUMULATED, step)
         self._push(work.backward_done(microbatch, done.payload))
         self._send(self._receipt(microbatch, done))
+
+    async def _give_back(self, work: Work, task: Task, error: ProtocolError) -> None:
+        """The task gave bad numbers: the coordinator has it executed again, and judges."""
+        microbatch = task.microbatch
+        log.warning("microbatch %d: %s: %s", microbatch, type(error).__name__, error)
+        only_here = not await self.worker.give_back(microbatch)
+        work.give_back(microbatch)
+        self._forwards.pop(microbatch, None)
+        if only_here:  # it could not be encoded once it was summed
+            leg = coordinator_pb2.TASK_LEG_SUMMED
+        elif (
+            isinstance(error, NonFiniteLossError)
+            or work.is_validation(microbatch)
+            or (task.kind == "forward" and not self.worker.spec.is_last)
+        ):
+            leg = coordinator_pb2.TASK_LEG_FORWARD
+        else:
+            leg = coordinator_pb2.TASK_LEG_BACKWARD
+        self._report_numbers(error, microbatch, leg)
 
     def _receipt(self, microbatch: MicrobatchId, done: Computed) -> coordinator_pb2.NodeEvent:
         forward = self._forwards.pop(microbatch, None)
@@ -398,14 +416,38 @@ class StageMember:
 
     # ---- reports -------------------------------------------------------------------------
 
-    def _report_refused(self, member: types_pb2.Member, error: ProtocolError) -> None:
+    def _report_refused(
+        self, member: types_pb2.Member, key: types_pb2.TensorKey, error: ProtocolError
+    ) -> None:
         """A peer finds this node's bytes wrong. Both sides report; the coordinator judges."""
         log.warning("%s refused a tensor: %s: %s", member.name, type(error).__name__, error)
-        self._report(
-            coordinator_pb2.TROUBLE_KIND_NUMBERS
-            if isinstance(error, NonFiniteError)
-            else coordinator_pb2.TROUBLE_KIND_OWN_FAILURE,
-            error,
+        if isinstance(error, NonFiniteError) and key.direction in _DIRECTIONS.values():
+            if (key.step, key.attempt) == (self._step, self._attempt):
+                self._report_numbers(
+                    error, MicrobatchId(key.microbatch), coordinator_pb2.TASK_LEG_SUMMED
+                )
+            return
+        self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
+
+    def _report_numbers(
+        self,
+        error: ProtocolError,
+        microbatch: MicrobatchId,
+        leg: coordinator_pb2.TaskLeg.ValueType,
+    ) -> None:
+        self._send(
+            coordinator_pb2.NodeEvent(
+                trouble=coordinator_pb2.Trouble(
+                    kind=coordinator_pb2.TROUBLE_KIND_NUMBERS,
+                    incarnation=self.incarnation,
+                    error=type(error).__name__,
+                    detail=str(error)[:500],
+                    step=self._step,
+                    attempt=self._attempt,
+                    microbatch=microbatch,
+                    leg=leg,
+                )
+            )
         )
 
     def _report_unreachable(self, member: types_pb2.Member, reason: str) -> None:

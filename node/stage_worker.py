@@ -228,6 +228,15 @@ class StageWorker:
 
         return await self.call(work)
 
+    async def give_back(self, microbatch: MicrobatchId) -> bool:
+        """Forget a microbatch that gave bad numbers. False when its gradient is in the sums."""
+
+        def forget() -> bool:
+            self.runtime.drop(microbatch)
+            return microbatch not in self.runtime.accumulated
+
+        return await self.call(forget)
+
     def _samples(
         self, step: int, microbatch: MicrobatchId, validation: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:

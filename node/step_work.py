@@ -173,6 +173,12 @@ class StepWork(Generic[P, T]):
         slot.input_gradient = input_gradient
         return [] if slot.lease.upstream_done else self._push_input_gradient(slot)
 
+    def give_back(self, microbatch: MicrobatchId) -> None:
+        """Its running task gave bad numbers, and somebody else is to execute it: forget it. A new
+        lease for it begins from nothing."""
+        self._running = None
+        del self._slots[microbatch]
+
     def task_failed(self) -> None:
         """The running task ended without a result; it may be chosen again."""
         self._running = None

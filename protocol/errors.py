@@ -132,6 +132,10 @@ class NonFiniteError(ProtocolError):
     """NaN or infinity in a boundary tensor or gradient."""
 
 
+class NonFiniteLossError(NonFiniteError):
+    """The loss is NaN or infinite: no loss scale helps."""
+
+
 class FencedError(ProtocolError):
     """A message of a fenced or unknown incarnation."""
 

@@ -19,3 +19,8 @@ def scale_exponent(tokens_per_step: int, coarsen: int = 0) -> int:
         - (tokens_per_step - 1).bit_length()  # ceil(log2)
         - coarsen
     )
+
+
+def coarsened(tokens_per_step: int, exponent: int) -> int:
+    """The `coarsen` with which `scale_exponent` gives this exponent."""
+    return scale_exponent(tokens_per_step) - exponent

@@ -39,7 +39,9 @@ class _TroubleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TroubleKi
     TROUBLE_KIND_OWN_FAILURE: _TroubleKind.ValueType  # 3
     """The node itself can't do what it was told (out of memory, disk full, …)."""
     TROUBLE_KIND_NUMBERS: _TroubleKind.ValueType  # 4
-    """Gradients or sums were not finite, or overflowed the fixed point."""
+    """Gradients or sums were not finite, or overflowed the fixed point. `microbatch`, `attempt` and
+    `leg` say which task it was; unless the leg is SUMMED, the node has given the microbatch back.
+    """
 
 class TroubleKind(_TroubleKind, metaclass=_TroubleKindEnumTypeWrapper): ...
 
@@ -51,8 +53,36 @@ TROUBLE_KIND_BAD_PEER: TroubleKind.ValueType  # 2
 TROUBLE_KIND_OWN_FAILURE: TroubleKind.ValueType  # 3
 """The node itself can't do what it was told (out of memory, disk full, …)."""
 TROUBLE_KIND_NUMBERS: TroubleKind.ValueType  # 4
-"""Gradients or sums were not finite, or overflowed the fixed point."""
+"""Gradients or sums were not finite, or overflowed the fixed point. `microbatch`, `attempt` and
+`leg` say which task it was; unless the leg is SUMMED, the node has given the microbatch back.
+"""
 Global___TroubleKind: _TypeAlias = TroubleKind  # noqa: Y015
+
+class _TaskLeg:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TaskLegEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskLeg.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TASK_LEG_UNSPECIFIED: _TaskLeg.ValueType  # 0
+    TASK_LEG_FORWARD: _TaskLeg.ValueType  # 1
+    """Activations or the loss: no loss scale changes them."""
+    TASK_LEG_BACKWARD: _TaskLeg.ValueType  # 2
+    """Gradients, which are not in the sums."""
+    TASK_LEG_SUMMED: _TaskLeg.ValueType  # 3
+    """Gradients that are, or may be, in the sums: only another attempt can compute them again."""
+
+class TaskLeg(_TaskLeg, metaclass=_TaskLegEnumTypeWrapper):
+    """Which part of a microbatch's task gave bad numbers."""
+
+TASK_LEG_UNSPECIFIED: TaskLeg.ValueType  # 0
+TASK_LEG_FORWARD: TaskLeg.ValueType  # 1
+"""Activations or the loss: no loss scale changes them."""
+TASK_LEG_BACKWARD: TaskLeg.ValueType  # 2
+"""Gradients, which are not in the sums."""
+TASK_LEG_SUMMED: TaskLeg.ValueType  # 3
+"""Gradients that are, or may be, in the sums: only another attempt can compute them again."""
+Global___TaskLeg: _TypeAlias = TaskLeg  # noqa: Y015
 
 class _StateSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -623,6 +653,8 @@ class Trouble(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     MICROBATCH_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    LEG_FIELD_NUMBER: _builtins.int
     kind: Global___TroubleKind.ValueType
     incarnation: _builtins.int
     peer_incarnation: _builtins.int
@@ -632,6 +664,9 @@ class Trouble(_message.Message):
     detail: _builtins.str
     step: _builtins.int
     microbatch: _builtins.int
+    """With NUMBERS; and with BAD_PEER for a boundary tensor with NaN or infinity in it."""
+    attempt: _builtins.int
+    leg: Global___TaskLeg.ValueType
     def __init__(
         self,
         *,
@@ -643,10 +678,12 @@ class Trouble(_message.Message):
         detail: _builtins.str = ...,
         step: _builtins.int = ...,
         microbatch: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        leg: Global___TaskLeg.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "error", b"error", "incarnation", b"incarnation", "kind", b"kind", "microbatch", b"microbatch", "peer_id", b"peer_id", "peer_incarnation", b"peer_incarnation", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "error", b"error", "incarnation", b"incarnation", "kind", b"kind", "leg", b"leg", "microbatch", b"microbatch", "peer_id", b"peer_id", "peer_incarnation", b"peer_incarnation", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ what can happen next, and the test (or `settle`, in a fixed order) chooses.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from shoal.protocol.errors import StorageError, WrongLeaseError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2 as pb
+from shoal.protocol.scale import coarsened
 from shoal.protocol.spec import (
     BatchSpec,
     DataManifest,
@@ -89,7 +90,8 @@ class Reference:
     weights: dict[int, tuple[int, ...]]
 
 
-def reference(run: ResolvedRun) -> Reference:
+def reference(run: ResolvedRun, coarsen: Mapping[int, int] | None = None) -> Reference:
+    """`coarsen`: of the steps that were not made at the usual scale."""
     stages, weights = run.spec.pipeline.stages, {}
     weights[0] = tuple(initial_weights(s) for s in range(stages))
     sums = {}
@@ -102,6 +104,7 @@ def reference(run: ResolvedRun) -> Reference:
             for s in reversed(range(stages)):
                 gradient = mix(step, m, s, before[s], values[s], gradient, 1)
                 totals[s] = (totals[s] + gradient) & MASK
+        totals = [scaled(total, (coarsen or {}).get(step, 0)) for total in totals]
         sums[step] = tuple(totals)
         weights[step] = tuple(applied(before[s], totals[s], step) for s in range(stages))
     return Reference(sums, weights)
@@ -140,6 +143,8 @@ class Try:
     step: int
     attempt: int
     work: StepWork[int, int]
+    loss_scale: float
+    coarsen: int
     inputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, int] = field(default_factory=dict)  # what is accumulated
     parked: list[tuple[Incarnation, str, int, int]] = field(default_factory=list)
@@ -150,6 +155,23 @@ class Reduction:
     command: pb.Reduce
     partials: dict[int, int] = field(default_factory=dict)
     unacknowledged: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class BadNumbers:
+    """What a task of a fake node fails with."""
+
+    error: str = "NonFiniteError"
+    leg: "pb.TaskLeg.ValueType" = pb.TASK_LEG_BACKWARD
+
+
+Spoil = Callable[["FakeNode", int, Try], BadNumbers | None]
+"""(node, microbatch, try) -> how the task's numbers go wrong."""
+
+
+def scaled(total: int, coarsen: int) -> int:
+    """Sums at a coarser scale have other bits."""
+    return mix(total, coarsen) if coarsen else total
 
 
 Message = tuple[int, int, str, int, int, int, int]
@@ -189,6 +211,9 @@ class FakeNode:
         self.corrupt_sums = 0
         self.corrupt_copy = 0
         self.corrupt_weights = 0
+        self.dtype = swarm.dtype
+        self.flaky: deque[BadNumbers] = deque()  # what its next tasks fail with
+        self.norm: float | None = None  # as it reports it for each tensor
         self.mute = False  # computes nothing, though its heart beats
 
     # ---- session -------------------------------------------------------------------------
@@ -196,6 +221,7 @@ class FakeNode:
     def attach(self) -> None:
         hello = pb.Hello(protocol_version=PROTOCOL_VERSION, address=f"{self.peer_id}:1")
         hello.hardware.flops, hello.hardware.memory_bytes = 1e12, 1 << 34
+        hello.hardware.compute_dtype = self.dtype
         if self.step >= 0:
             hello.held.stage, hello.held.step = self.stage, self.step
             hello.held.weights_digest = self.weights
@@ -370,7 +396,10 @@ class FakeNode:
             credits=command.credits,
         )
         self.current, self.reduction, self.prepared = (
-            Try(command.step, command.attempt, work), None, None,
+            Try(
+                command.step, command.attempt, work, command.loss_scale,
+                coarsened(self.swarm.run.spec.tokens_per_step, command.scale_exponent),
+            ), None, None,
         )  # fmt: skip
         work.update_leases(_lease(lease) for lease in command.leases)
         early, self.early = self.early, []
@@ -449,6 +478,10 @@ class FakeNode:
         assert task is not None
         m, is_last = task.microbatch, stage == self.swarm.num_stages - 1
         validation = work.is_validation(m)
+        bad = self.flaky.popleft() if self.flaky else self.swarm.spoil(self, m, now)
+        if bad is not None:
+            self.give_back(m, bad)
+            return
         if task.kind == "forward":
             now.inputs[m] = work.input_of(task) or 0
             if not is_last:
@@ -469,6 +502,19 @@ class FakeNode:
                 stage=stage, loss_sum=mix(step, m) % 1000 / 100.0 if is_last else 0.0,
                 has_loss=is_last, busy_s=self.busy_s, boundary_bytes=10,
                 digest=(gradient ^ self.corrupt_bits) & MASK,
+            )
+        )  # fmt: skip
+
+    def give_back(self, m: MicrobatchId, bad: BadNumbers) -> None:
+        now = self.current
+        assert now is not None
+        now.work.give_back(m)
+        if bad.leg == pb.TASK_LEG_SUMMED:
+            now.gradients[m] = 1
+        self.say(
+            trouble=pb.Trouble(
+                kind=pb.TROUBLE_KIND_NUMBERS, incarnation=self.incarnation, error=bad.error,
+                detail="bad numbers", step=now.step, attempt=now.attempt, microbatch=m, leg=bad.leg,
             )
         )  # fmt: skip
 
@@ -503,13 +549,13 @@ class FakeNode:
             reduction.unacknowledged &= set(self.members)
         if reduction.unacknowledged or set(reduction.partials) != parts:
             return
-        total = (sum(reduction.partials.values()) & MASK) ^ self.corrupt_sums
+        total = scaled(sum(reduction.partials.values()) & MASK, now.coarsen) ^ self.corrupt_sums
         self.prepared = now.step, total
         self.say(
             prepared=pb.Prepared(
                 incarnation=self.incarnation, step=now.step, attempt=now.attempt,
-                round=reduction.command.round, sums_digest=total,
-                squared_norms=[float(total % 997)], reduce_bytes=8,
+                round=reduction.command.round, sums_digest=total, reduce_bytes=8,
+                squared_norms=[float(total % 997) if self.norm is None else self.norm],
             )
         )  # fmt: skip
 
@@ -548,8 +594,12 @@ def _lease(lease: pb.Lease) -> LeaseFacts:
 class FakeSwarm:
     faults: Faults = NO_FAULTS
 
-    def __init__(self, run: ResolvedRun, nodes: int = 0, *, folder: Path | None = None) -> None:
+    def __init__(
+        self, run: ResolvedRun, nodes: int = 0, *, folder: Path | None = None, dtype: str = "fp32"
+    ) -> None:
         self.run = run
+        self.dtype = dtype
+        self.spoil: Spoil = lambda node, microbatch, now: None
         self.num_stages = run.spec.pipeline.stages
         self.now_s = 1000.0
         self.disk: list[StoredEvent] = []

@@ -5,13 +5,18 @@ from collections.abc import Callable
 
 from shoal.coordinator.step_runner import Phase
 from shoal.protocol.proto import coordinator_pb2 as pb
+from shoal.protocol.scale import coarsened
 
 from .fake_swarm import FakeNode, FakeSwarm, reference
 
 
 def assert_undisturbed(swarm: FakeSwarm) -> None:
     """Records and weights are those of a run in which nothing happened."""
-    expected, state = reference(swarm.run), swarm.conductor.state
+    state = swarm.conductor.state
+    tokens = swarm.run.spec.tokens_per_step
+    expected = reference(
+        swarm.run, {s: coarsened(tokens, r.scale_exponent) for s, r in state.records.items()}
+    )
     assert state.records.keys() == set(range(1, state.highest_step + 1))
     for step, record in state.records.items():
         assert record.sums_digests == expected.sums[step]

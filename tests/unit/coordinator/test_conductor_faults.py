@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that lie, fail, fall out of reach or compute bad numbers."""
-
-import math
+"""Nodes that lie, fail or fall out of reach."""
 
 import pytest
 
-from shoal.protocol.ids import Incarnation, Stage
+from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2 as pb
 
 from .fake_swarm import FakeNode, FakeSwarm, make_run
@@ -247,7 +245,7 @@ def test_the_only_holder_of_a_stage_is_not_taken_out_for_a_broken_link() -> None
     assert "step 2 waits for" in swarm.conductor.waiting_for
 
 
-# ---- failures and numbers ----------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------
 
 
 def test_a_node_that_fails_three_times_is_let_go() -> None:
@@ -277,58 +275,4 @@ def test_the_only_holder_of_a_stage_that_fails_in_a_step_keeps_its_state() -> No
     swarm.at(1)[0].trouble(pb.TROUBLE_KIND_OWN_FAILURE, "a failed kernel")
     swarm.finish()
     assert "rolled_back" not in kinds(swarm)
-    assert_undisturbed(swarm)
-
-
-def numbers(node: FakeNode) -> None:
-    node.trouble(pb.TROUBLE_KIND_NUMBERS, "a gradient is NaN")
-    while node.events:
-        node.report()
-
-
-def test_numbers_that_only_one_node_finds_bad_are_computed_elsewhere() -> None:
-    swarm = FakeSwarm(make_run(), 4)
-    swarm.run_until(in_step(swarm))
-    node = swarm.at(0)[0]
-    numbers(node)
-    assert swarm.conductor.state.paused is None
-    swarm.finish()
-    assert swarm.conductor.marks[node.peer_id] == 1
-    assert_undisturbed(swarm)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_numbers_that_are_bad_again_pause_the_run_as_diverged(replicas: int) -> None:
-    swarm = FakeSwarm(make_run(replicas=replicas, snapshot_every=50), 2 * replicas)
-    swarm.run_until(in_step(swarm))
-    numbers(swarm.at(0)[0])
-    swarm.run_until(in_step(swarm))
-    numbers(swarm.at(0)[0])
-    assert swarm.conductor.state.step == 1
-    swarm.settle()
-    assert "the run diverged in step 2" in swarm.conductor.waiting_for
-    swarm.conductor.resume()
-    swarm.finish()
-    assert "rolled_back" not in kinds(swarm)
-    assert_undisturbed(swarm)
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_a_number_is_never_recorded(loss: float) -> None:
-    swarm = FakeSwarm(make_run(), 4)
-    swarm.run_until(in_step(swarm))
-    ledger = swarm.conductor.ledger
-    assert ledger is not None
-    microbatch = next(m for m, stage in ledger.missing() if stage == 1)
-    node = swarm.by_incarnation(ledger.holder(microbatch, Stage(1)))
-    assert node is not None
-    assert node.session is not None
-    receipt = pb.Receipt(
-        incarnation=node.incarnation, step=2, attempt=1, microbatch=microbatch, stage=1,
-        loss_sum=loss, has_loss=True,
-    )  # fmt: skip
-    swarm.conductor.receive(node.session, pb.NodeEvent(receipt=receipt))
-    swarm.finish()
-    assert swarm.conductor.marks[node.peer_id] == 1
-    assert all(math.isfinite(r.loss) for r in swarm.conductor.state.records.values())
     assert_undisturbed(swarm)

@@ -12,7 +12,7 @@ from shoal.coordinator.run_view import ConductorView
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_swarm import FakeNode, FakeSwarm, Reference, make_run, reference
+from .fake_swarm import BadNumbers, FakeNode, FakeSwarm, Reference, make_run, reference
 
 STEPS = 3
 _MAX_NODES = 8
@@ -29,7 +29,8 @@ disturbances: dict[str, Callable[[FakeSwarm, FakeNode], object]] = {
     "say farewell": lambda swarm, node: node.say(farewell=pb.Farewell(reason="bedtime")),
     "say it twice": lambda swarm, node: node.events.extend(list(node.events)[:1]),
     "fail": lambda swarm, node: node.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "out of memory"),
-    "find bad numbers": lambda swarm, node: node.trouble(pb.TROUBLE_KIND_NUMBERS, "NaN"),
+    "find bad numbers": lambda swarm, node: node.flaky.append(BadNumbers()),
+    "sum up bad numbers": lambda swarm, node: node.flaky.append(BadNumbers(leg=pb.TASK_LEG_SUMMED)),
     "not reach somebody": lambda swarm, node: node.trouble(
         pb.TROUBLE_KIND_PEER_UNREACHABLE, "timeout", peer_incarnation=max(node.members, default=0)
     ),
@@ -74,6 +75,7 @@ def bring_to_an_end(swarm: FakeSwarm) -> None:
     """Whatever kept the run waiting is taken away: then it has to finish."""
     for node in swarm.nodes.values():
         node.frozen = False
+        node.flaky.clear()
     for _ in range(4):
         swarm.conductor.resume()
         while sum(node.done is None for node in swarm.nodes.values()) < 2 * swarm.num_stages:

@@ -70,7 +70,7 @@ async def test_another_protocol_version_names_both_and_the_remedy(desk: Desk) ->
     error = await desk.refusal(request)
     assert isinstance(error, VersionError)
     assert error.exit_code == 5
-    assert f"version {PROTOCOL_VERSION}" in str(error)
+    assert f"version {PROTOCOL_VERSION} " in str(error)
     assert "version 99" in str(error)
     assert "pip install" in str(error)
 

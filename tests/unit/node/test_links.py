@@ -133,7 +133,7 @@ class Sender:
         self.links = PeerLinks(
             self.credentials,
             incarnation=Incarnation(3),
-            on_refused=lambda who, error: self.refused.append(error),
+            on_refused=lambda who, key, error: self.refused.append(error),
             on_unreachable=self._on_unreachable,
             faults=faults,
         )

@@ -95,7 +95,7 @@ class Node:
             RUN_ID,
             self.swarm,
             self,
-            lambda who, error: self.bad.append((who, type(error).__name__)),
+            lambda who, error, key: self.bad.append((who, type(error).__name__)),
         )
 
     async def plan(self, *extra: types_pb2.Member, fenced: Iterable[int] = ()) -> None:
@@ -471,7 +471,7 @@ async def test_slices_pass_from_links_to_the_inbox(swarm: Swarm) -> None:
     links = PeerLinks(
         swarm.loopback.credentials(TWIN),
         incarnation=Incarnation(3),
-        on_refused=lambda who, error: pytest.fail(str(error)),
+        on_refused=lambda who, key, error: pytest.fail(str(error)),
         on_unreachable=lambda who, reason: pytest.fail(reason),
     )
     made = header(b"", shape=[3], codec="raw", dtype=types_pb2.DTYPE_INT64, incarnation=3,
