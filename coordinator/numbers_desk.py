@@ -112,13 +112,19 @@ class NumbersDesk:
 
     def on_refused(self, session: Session, trouble: coordinator_pb2.Trouble) -> None:
         """A node got NaN or infinity from a neighbour, whose execution it puts in doubt; neither
-        of the two is to blame yet. Raises as `on_trouble` does."""
+        of the two is to blame yet. Unless no execution can be meant: then the sender is marked.
+        Raises as `on_trouble` does."""
+        state = self._log.state
+        if (trouble.step, trouble.attempt) > (state.step + 1, state.attempt):
+            self._members.mark(PeerId(trouble.peer_id))
+            return
         sender = self._members.by_incarnation(trouble.peer_incarnation)
         if (
             sender is None
             or sender.peer_id != trouble.peer_id
             or sender.stage is None
             or session.stage is None
+            or session.incarnation != trouble.incarnation
             or abs(sender.stage - session.stage) != 1
             or not self._is_held(session, trouble.step, trouble.attempt, trouble.microbatch)
             or not self._is_held(sender, trouble.step, trouble.attempt, trouble.microbatch)

@@ -253,6 +253,24 @@ def test_nan_that_every_sender_sends_is_the_runs() -> None:
     assert_nobody_is_blamed(swarm)
 
 
+def test_nan_in_a_tensor_of_no_attempt_marks_its_sender() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    sender, receiver, microbatch = a_pair(swarm)
+    receiver.say(
+        trouble=pb.Trouble(
+            kind=pb.TROUBLE_KIND_BAD_PEER, incarnation=receiver.incarnation,
+            peer_id=sender.peer_id, peer_incarnation=sender.incarnation, error="NonFiniteError",
+            step=2, attempt=5, microbatch=microbatch,
+        )
+    )  # fmt: skip
+    report_all(receiver)
+    assert swarm.conductor.marks == {sender.peer_id: 1}
+    swarm.finish()
+    assert opened(swarm)[2] == 1
+    assert_undisturbed(swarm)
+
+
 def test_a_stranger_to_the_microbatch_can_accuse_nobody() -> None:
     swarm = FakeSwarm(make_run(), 4)
     swarm.run_until(in_step(swarm))

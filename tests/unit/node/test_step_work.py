@@ -410,3 +410,44 @@ def test_every_microbatch_is_done_exactly_once_whatever_the_order_and_whoever_di
         expected = set() if node.stage == swarm.last else {n for n in held if n < training}
         assert backward == expected
         assert node.work.waits_for() == []
+
+
+# ---- bad numbers -------------------------------------------------------------------------
+
+
+def test_a_microbatch_that_is_given_back_is_not_computed_and_its_tensors_are_refused() -> None:
+    node = work(0)
+    node.receive("forward", m(0), UP, ("forward", 0, 0))
+    assert node.next_task() is not None
+    node.give_back(m(0))
+    assert node.next_task() is None
+    assert node.leased == set()
+    with pytest.raises(WrongLeaseError):
+        node.receive("forward", m(0), UP, ("forward", 0, 0))
+
+
+def test_a_microbatch_that_comes_back_begins_from_nothing() -> None:
+    node = work(0)
+    node.receive("forward", m(0), UP, ("forward", 0, 0))
+    run(node)
+    node.receive("backward", m(0), DOWN, ("backward", 0, 2))
+    task = node.next_task()
+    assert task is not None
+    assert task.kind == "backward"
+    node.give_back(m(0))
+    assert node.update_leases([lease(0)]) == []
+    assert node.next_task() is None
+    assert node.receive("forward", m(0), UP, ("forward", 0, 0))
+    assert run(node)[0].kind == "forward"
+    assert node.receive("backward", m(0), DOWN, ("backward", 0, 2))
+    assert run(node)[0].kind == "backward"
+
+
+def test_giving_one_back_leaves_the_others() -> None:
+    node = work(0, 1)
+    for number in (0, 1):
+        node.receive("forward", m(number), UP, ("forward", number, 0))
+    task = node.next_task()
+    assert task is not None
+    node.give_back(task.microbatch)
+    assert run(node)[0].microbatch == m(1 - task.microbatch)

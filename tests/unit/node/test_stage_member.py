@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A member whose numbers go wrong gives the microbatch back and goes on with the others."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from shoal.compression.registry import parse_boundary
+from shoal.node.hardware import Device
+from shoal.node.stage_member import StageMember
+from shoal.node.stage_worker import StageWorker
+from shoal.node.swarm_view import SwarmView
+from shoal.protocol.errors import NonFiniteError, NonFiniteLossError, NumericOverflowError
+from shoal.protocol.ids import Incarnation, RunId
+from shoal.protocol.proto import coordinator_pb2, types_pb2
+from shoal.protocol.scale import scale_exponent
+from shoal.protocol.spec import (
+    BatchSpec,
+    DataManifest,
+    ModelSpec,
+    PipelineSpec,
+    ResolvedRun,
+    RunSpec,
+)
+
+RUN = ResolvedRun(
+    run_id=RunId("run-00000000"),
+    spec=RunSpec(
+        model=ModelSpec(
+            dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=32, seq_len=8, vocab_size=257
+        ),
+        batch=BatchSpec(microbatches=2, microbatch_size=1),
+        pipeline=PipelineSpec(stages=1, cuts=()),
+    ),
+    data=DataManifest(vocab_size=257, token_bytes=2, train=(), validation=(), tokenizer_sha256=""),
+)
+ME = Incarnation(5)
+WAIT_S = 30.0
+
+Loss = Callable[[int, torch.Tensor, torch.Tensor], tuple[float, torch.Tensor | None]]
+
+
+class Tokens:
+    async def ensure_training(self, step: int, microbatches: Any) -> None:
+        pass
+
+    async def ensure_validation(self, microbatches: Any) -> None:
+        pass
+
+    def training(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.arange(9).unsqueeze(0) + microbatch
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def validation(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.training(0, index)
+
+
+class Bench:
+    """The only stage of a run, held by a real worker on the CPU."""
+
+    def __init__(self) -> None:
+        boundary = parse_boundary("fp32")
+        tokens: Any = Tokens()
+        device = Device(torch.device("cpu"), "test", 1 << 30, 1.0, "fp32", 1)
+        self.worker = StageWorker(RUN, 0, boundary=boundary, device=device, tokens=tokens)
+        self.sent: asyncio.Queue[coordinator_pb2.NodeEvent] = asyncio.Queue()
+
+    async def open(self, *, num_validation: int = 0) -> None:
+        credentials: Any = None
+        await self.worker.create()
+        await self.worker.initialise()
+        self.member = StageMember(
+            self.worker, incarnation=ME, boundary=parse_boundary("fp32"), swarm=SwarmView(),
+            credentials=credentials, device=torch.device("cpu"), send=self.sent.put_nowait,
+        )  # fmt: skip
+        self._num_validation = num_validation
+
+    async def step(self) -> None:
+        leases = [coordinator_pb2.Lease(microbatch=m) for m in range(2 + self._num_validation)]
+        await self.member.open_step(
+            coordinator_pb2.StepOpen(
+                step=1, attempt=3, num_microbatches=2, num_validation=self._num_validation,
+                scale_exponent=scale_exponent(16), loss_scale=1.0, leases=leases, window=9,
+                credits=9,
+            )
+        )  # fmt: skip
+
+    async def lease(self, microbatch: int) -> None:
+        await self.member.update_leases(
+            coordinator_pb2.LeaseUpdate(
+                step=1, attempt=3, leases=[coordinator_pb2.Lease(microbatch=microbatch)]
+            )
+        )
+
+    async def next(self) -> coordinator_pb2.NodeEvent:
+        return await asyncio.wait_for(self.sent.get(), WAIT_S)
+
+    def spoil_once(self, monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[Loss], Loss]) -> None:
+        """The next loss goes wrong."""
+        runtime = self.worker.runtime
+        good = runtime.forward_backward_loss
+
+        def once(microbatch: int, x: torch.Tensor, targets: torch.Tensor) -> Any:
+            monkeypatch.setattr(runtime, "forward_backward_loss", good)
+            return spoilt(good)(microbatch, x, targets)
+
+        monkeypatch.setattr(runtime, "forward_backward_loss", once)
+
+
+def before_adding(error: Exception) -> Callable[[Loss], Loss]:
+    def spoilt(good: Loss) -> Loss:
+        def fail(*_: Any) -> Any:
+            raise error
+
+        return fail
+
+    return spoilt
+
+
+def after_adding(good: Loss) -> Loss:
+    def fail(microbatch: int, x: torch.Tensor, targets: torch.Tensor) -> Any:
+        good(microbatch, x, targets)
+        raise NonFiniteError("encoding it")
+
+    return fail
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    await made.open()
+    yield made
+    await made.member.close()
+    made.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "leg"),
+    [
+        (NonFiniteError("a gradient"), coordinator_pb2.TASK_LEG_BACKWARD),
+        (NumericOverflowError("a gradient"), coordinator_pb2.TASK_LEG_BACKWARD),
+        (NonFiniteLossError("the loss"), coordinator_pb2.TASK_LEG_FORWARD),
+    ],
+)
+async def test_what_went_wrong_is_given_back_and_can_be_leased_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, leg: int
+) -> None:
+    bench.spoil_once(monkeypatch, before_adding(error))
+    await bench.step()
+    trouble = (await bench.next()).trouble
+    assert trouble.kind == coordinator_pb2.TROUBLE_KIND_NUMBERS
+    assert (trouble.incarnation, trouble.step, trouble.attempt) == (ME, 1, 3)
+    assert (trouble.microbatch, trouble.error, trouble.leg) == (0, type(error).__name__, leg)
+    assert (await bench.next()).receipt.microbatch == 1
+    assert bench.worker.runtime.accumulated == {1}, "others may add it"
+    await bench.lease(0)
+    assert (await bench.next()).receipt.microbatch == 0
+    assert bench.worker.runtime.accumulated == {0, 1}
+
+
+async def test_what_is_in_the_sums_already_is_said_to_be(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.spoil_once(monkeypatch, after_adding)
+    await bench.step()
+    trouble = (await bench.next()).trouble
+    assert (trouble.microbatch, trouble.leg) == (0, coordinator_pb2.TASK_LEG_SUMMED)
+    assert (await bench.next()).receipt.microbatch == 1
+    assert bench.sent.empty(), "it is not tried again in this attempt"
+
+
+async def test_a_validation_loss_that_is_not_finite_is_no_receipt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench._num_validation = 1
+
+    def bad(*_: Any) -> float:
+        raise NonFiniteLossError("the loss")
+
+    monkeypatch.setattr(bench.worker.runtime, "evaluate_loss", bad)
+    await bench.step()
+    events = [await bench.next() for _ in range(3)]
+    troubles = [e.trouble for e in events if e.HasField("trouble")]
+    assert [(t.microbatch, t.leg) for t in troubles] == [(2, coordinator_pb2.TASK_LEG_FORWARD)]
+
+
+async def test_a_neighbours_refusal_of_an_older_attempt_is_not_reported(bench: Bench) -> None:
+    await bench.step()
+    for _ in range(2):
+        assert (await bench.next()).HasField("receipt")
+    member = types_pb2.Member(name="neighbour")
+    for attempt in (2, 3):
+        key = types_pb2.TensorKey(
+            step=1, attempt=attempt, microbatch=1, direction=types_pb2.DIRECTION_BACKWARD
+        )
+        bench.member._report_refused(member, key, NonFiniteError("NaN"))
+    trouble = (await bench.next()).trouble
+    assert (trouble.attempt, trouble.microbatch) == (3, 1)
+    assert trouble.leg == coordinator_pb2.TASK_LEG_SUMMED
+    assert bench.sent.empty()
