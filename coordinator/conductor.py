@@ -32,13 +32,13 @@ from shoal.protocol.errors import (
     ProtocolError,
     RunFailedError,
     StorageError,
-    VersionError,
 )
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
+from shoal.protocol.identity import require_protocol
 from shoal.protocol.ids import PeerId, display_name
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import ResolvedRun
-from shoal.version import PROTOCOL_VERSION, __version__
+from shoal.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -154,11 +154,7 @@ class Conductor:
     def attach(self, peer_id: PeerId, hello: coordinator_pb2.Hello) -> Session:
         """A node's session begins. Raises `VersionError`, or `StorageError` when the coordinator
         can't write: the node should come again when it can."""
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise VersionError(
-                f"protocol version {hello.protocol_version} (release {hello.release}) can't attach "
-                f"to version {PROTOCOL_VERSION} (release {__version__}); install the same release"
-            )
+        require_protocol(hello.protocol_version, hello.release)
         session = Session(peer_id, display_name(peer_id), hello, self.clock())
         with self._acting():
             old = self.sessions.get(peer_id)
@@ -169,8 +165,10 @@ class Conductor:
             if not self._can_write:
                 raise StorageError(self.failed)
             self._members.add(session)
-            device = hello.hardware.device_name or "unknown"
-            self._log.say("joined", f"{session.name} joined ({device})")
+            told = hello.hardware.device_name or "unknown"
+            if hello.release != __version__:
+                told += f"; release {hello.release[:32]!r}, this is {__version__}"
+            self._log.say("joined", f"{session.name} joined ({told})")
             if self.ended:
                 self._send_away(session, self.failed or "the run is over")
         if not self._can_write:

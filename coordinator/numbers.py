@@ -192,7 +192,4 @@ def _diverged(step: int, found: tuple[Finding, ...], why: str) -> str:
 
 
 def diverged_reason(step: int, what: str) -> str:
-    return (
-        f"the run diverged in step {step}: {what}. A run with a lower optimizer.lr, a smaller "
-        "clip_norm or other data may not; resuming tries the same step again"
-    )
+    return f"the run diverged in step {step}: {what}. A new run needs a lower optimizer.lr"

@@ -30,7 +30,7 @@ from shoal.protocol.errors import MalformedFrameError, NumericOverflowError
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
 
-_MAX_TEXT = 200
+_MAX_TEXT = 120
 
 
 class Runner(Protocol):
@@ -103,7 +103,7 @@ class NumbersDesk:
         self._found(
             session,
             (MicrobatchId(trouble.microbatch), stage),
-            f"{trouble.error[:_MAX_TEXT]}: {trouble.detail[:_MAX_TEXT]}",
+            f"{trouble.error}: {trouble.detail}"[:_MAX_TEXT],
             overflows=overflows,
             forward=trouble.leg == coordinator_pb2.TASK_LEG_FORWARD,
             in_sums=trouble.leg
@@ -133,7 +133,7 @@ class NumbersDesk:
         self._found(
             sender,
             (MicrobatchId(trouble.microbatch), sender.stage),
-            f"{trouble.error[:_MAX_TEXT]}: {trouble.detail[:_MAX_TEXT]}",
+            f"{trouble.error}: {trouble.detail}"[:_MAX_TEXT],
             forward=sender.stage < session.stage,
             in_sums=True,  # nobody can tell how far it has got
         )

@@ -24,6 +24,7 @@ from shoal.protocol.rpc import (
     error_from_rpc,
 )
 from shoal.protocol.spec import ResolvedRun, parse_spec
+from shoal.version import RUN_SPEC_VERSION, __version__
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,15 @@ def _membership(
 ) -> Membership:
     if len(reply.run_spec) > _MAX_RUN_SPEC_BYTES:
         raise AdmissionError(f"the run spec has {len(reply.run_spec)} bytes; refused")
-    run = parse_spec(ResolvedRun, _json(reply.run_spec), "the coordinator's run spec")
+    raw = _json(reply.run_spec)
+    spec = raw.get("spec") if isinstance(raw, dict) else None
+    version = spec.get("version") if isinstance(spec, dict) else None
+    if version != RUN_SPEC_VERSION:
+        raise VersionError(
+            f"the run's spec has version {str(version)[:32]}, this release (shoal {__version__}) "
+            f"reads {RUN_SPEC_VERSION}; install the coordinator's release on this machine"
+        )
+    run = parse_spec(ResolvedRun, raw, "the coordinator's run spec")
     if run.run_id != link.run_id:
         raise AdmissionError(f"the coordinator serves run {run.run_id}, the link {link.run_id}")
     return Membership(

@@ -237,17 +237,25 @@ def make_join_request(
     )
 
 
+def require_protocol(version: int, release: str) -> None:
+    """For the coordinator, of a node: releases may differ, protocols may not.
+
+    Raises `VersionError`.
+    """
+    if version != PROTOCOL_VERSION:
+        raise VersionError(
+            f"the coordinator speaks protocol version {PROTOCOL_VERSION} (shoal {__version__}), "
+            f"the node version {version} (shoal {release[:32]!r}); "
+            f"install the coordinator's release on the node: pip install 'shoal=={__version__}'"
+        )
+
+
 def verify_join_request(request: coordinator_pb2.JoinRequest, now_s: float) -> PeerId:
     """The peer id that the request proves. The caller checks run id and token (`Authority`).
 
     Raises `VersionError` when the protocol versions differ, else `AdmissionError`.
     """
-    if request.protocol_version != PROTOCOL_VERSION:
-        raise VersionError(
-            f"the coordinator speaks protocol version {PROTOCOL_VERSION} (shoal {__version__}), "
-            f"the node version {request.protocol_version} (shoal {request.release[:32]!r}); "
-            f"install the coordinator's release on the node: pip install 'shoal=={__version__}'"
-        )
+    require_protocol(request.protocol_version, request.release)
     if len(request.token) > MAX_TOKEN_CHARS or len(request.run_id) > MAX_RUN_ID_CHARS:
         raise AdmissionError(
             f"the join request's token ({len(request.token)} characters) or run id "

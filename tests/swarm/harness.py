@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -182,7 +182,9 @@ class Swarm:
         if kind is None:
             raise error
 
-    def _start(self, name: str, folder: Path, *arguments: str) -> Process:
+    def _start(
+        self, name: str, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "shoal.cli")
+    ) -> Process:
         log = self.folder / f"{name}.log"
         environment = {
             **os.environ,
@@ -193,7 +195,7 @@ class Swarm:
         }
         with log.open("ab") as output:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli", "-v", *arguments],
+                [sys.executable, *program, "-v", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -218,11 +220,14 @@ class Swarm:
             self._discovery_flag,
         )  # fmt: skip
 
-    def start_node(self, name: str) -> Process:
-        """`shoal join`; the same name is the same identity."""
+    def start_node(self, name: str, *, version: str = "") -> Process:
+        """`shoal join`; the same name is the same identity. `version` are statements that change
+        `shoal.version` in that process, which so is of another release."""
+        other = ("-c", f"import shoal.version as v; {version}; import shoal.cli; shoal.cli.main()")
         return self._start(
             name, self.folder / name, "join", "--link-file", str(self.folder / "link"),
             "--folder", str(self.folder / name), "--device", "cpu", self._discovery_flag,
+            program=other if version else ("-m", "shoal.cli"),
         )  # fmt: skip
 
     async def start(self, *names: str) -> list[Process]:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from shoal.compression.codec import CodecContext, Leg
 from shoal.compression.registry import parse_boundary
+from shoal.coordinator.step_scale import COARSEN_BITS
 from shoal.node.data import ShardCache, TokenSource
 from shoal.node.stage import StageRuntime
+from shoal.protocol.errors import NumericOverflowError
 from shoal.protocol.learning_rate import learning_rate
 from shoal.protocol.scale import scale_exponent
 from shoal.protocol.spec import ResolvedRun
@@ -59,6 +61,7 @@ class Reference:
             stage.initialise()
         self.initial_digests = tuple(stage.weights_digest() for stage in self._stages)
         """Of the weights at step 0, by stage."""
+        self._coarsen = 0
         self._truths: list[StepTruth] = []
         self._sha256s: list[str] = []
 
@@ -78,8 +81,14 @@ class Reference:
     # ---- a step --------------------------------------------------------------------------
 
     def _next_step(self) -> StepTruth:
+        while True:
+            try:
+                return self._step_at(scale_exponent(self.run.spec.tokens_per_step, self._coarsen))
+            except NumericOverflowError:  # the same step again, coarser, and so it stays
+                self._coarsen += COARSEN_BITS
+
+    def _step_at(self, exponent: int) -> StepTruth:
         spec, step = self.run.spec, len(self._truths) + 1
-        exponent = scale_exponent(spec.tokens_per_step)
         for stage in self._stages:
             stage.begin_step(step, exponent, 1.0)
         validation = self._validation_loss(step)

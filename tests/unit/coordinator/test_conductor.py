@@ -53,7 +53,7 @@ def test_validation_microbatches_are_counted_where_they_are_due() -> None:
 
 def test_another_protocol_version_is_turned_away() -> None:
     swarm = FakeSwarm(make_run())
-    with pytest.raises(VersionError, match="install the same release"):
+    with pytest.raises(VersionError, match="install the coordinator's release"):
         swarm.conductor.attach(PeerId("old"), pb.Hello(protocol_version=999))
     assert not swarm.conductor.sessions
 
