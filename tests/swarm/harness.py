@@ -220,13 +220,13 @@ class Swarm:
             self._discovery_flag,
         )  # fmt: skip
 
-    def start_node(self, name: str, *, version: str = "") -> Process:
+    def start_node(self, name: str, *, arguments: Sequence[str] = (), version: str = "") -> Process:
         """`shoal join`; the same name is the same identity. `version` are statements that change
         `shoal.version` in that process, which so is of another release."""
         other = ("-c", f"import shoal.version as v; {version}; import shoal.cli; shoal.cli.main()")
         return self._start(
             name, self.folder / name, "join", "--link-file", str(self.folder / "link"),
-            "--folder", str(self.folder / name), "--device", "cpu", self._discovery_flag,
+            "--folder", str(self.folder / name), "--device", "cpu", self._discovery_flag, *arguments,
             program=other if version else ("-m", "shoal.cli"),
         )  # fmt: skip
 

@@ -16,6 +16,8 @@ from shoal.coordinator.state import (
     StepOpened,
 )
 
+from shoal.protocol.faults import Action, Fault, Moment
+
 from .harness import ENDLESS, Swarm, spec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
@@ -42,6 +44,29 @@ async def status(swarm: Swarm) -> RunView:
     output, _ = await process.communicate()
     assert process.returncode == 0
     return RunView.model_validate_json(output)
+
+
+async def test_numbers_that_one_node_alone_finds_bad_move_to_another(tmp_path: Path) -> None:
+    poison = Fault(id="poison", step=3, moment=Moment.GRADIENT_ACCUMULATED, action=Action.POISON)
+    async with Swarm(tmp_path, spec(steps=ENDLESS)) as swarm:
+        orders = swarm.folder / "faults"
+        orders.write_text(poison.model_dump_json() + "\n", encoding="utf-8")
+        swarm.start_coordinator()
+        node = swarm.start_node("n0", arguments=("--faults", str(orders)))
+        for name in ("n1", "n2", "n3"):
+            swarm.start_node(name)
+        view = await swarm.see(
+            lambda v: any(n.marks for n in v.nodes), "somebody's numbers were his own"
+        )
+        assert [n.peer_id for n in view.nodes if n.marks] == [node.peer_id]
+        assert swarm.node_in(view, node).marks == 1
+        assert any("NonFiniteError" in e.text for e in view.events)
+        await swarm.advance()
+        assert not swarm.events(NodeFenced), "nobody is taken out for it"
+        assert not swarm.events(NumbersBackedOff)
+        last = {e.step: e.attempt for e in swarm.events(StepOpened)}
+        assert set(last.values()) == {1}, "only one microbatch had to move"
+        await swarm.stop_and_check()
 
 
 async def test_a_run_that_diverges_pauses_with_the_reason_and_goes_on_nowhere(
