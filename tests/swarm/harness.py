@@ -226,8 +226,8 @@ class Swarm:
         other = ("-c", f"import shoal.version as v; {version}; import shoal.cli; shoal.cli.main()")
         return self._start(
             name, self.folder / name, "join", "--link-file", str(self.folder / "link"),
-            "--folder", str(self.folder / name), "--device", "cpu", self._discovery_flag, *arguments,
-            program=other if version else ("-m", "shoal.cli"),
+            "--folder", str(self.folder / name), "--device", "cpu", self._discovery_flag,
+            *arguments, program=other if version else ("-m", "shoal.cli"),
         )  # fmt: skip
 
     async def start(self, *names: str) -> list[Process]:

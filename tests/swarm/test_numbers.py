@@ -15,7 +15,6 @@ from shoal.coordinator.state import (
     StepCommitted,
     StepOpened,
 )
-
 from shoal.protocol.faults import Action, Fault, Moment
 
 from .harness import ENDLESS, Swarm, spec
