@@ -87,8 +87,26 @@ def test_twice_bad_is_the_runs(findings: tuple[PeerId, ...]) -> None:
     assert "optimizer.lr" in verdict.reason
 
 
+def test_two_of_three_replicas_are_enough() -> None:
+    assert isinstance(judged(finding(A), finding(B), of=around(A, B, C))[1], Diverged)
+
+
+def test_a_step_is_not_opened_anew_for_ever() -> None:
+    slots = [(MicrobatchId(m), Stage(1)) for m in range(MAX_REDOS + 1)]
+    *redone, last = (finding(A, slot=slot) for slot in slots)
+    assert judged(*redone, of=around(A))[1] == Redo()
+    verdict = judged(*redone, last, of=around(A))[1]
+    assert isinstance(verdict, Diverged)
+    assert f"{MAX_REDOS} times over" in verdict.reason
+
+
 def test_one_node_confirms_nothing_by_saying_it_twice_while_there_are_others() -> None:
     assert judged(finding(A), finding(A), of=around(A, B))[1] == Move(frozenset({B}))
+
+
+def test_a_microbatch_that_nobody_else_lives_to_check_is_believed_in_the_end() -> None:
+    same = [finding(A)] * MAX_EXECUTIONS
+    assert isinstance(judged(*same, of=around(A, B))[1], Diverged)
 
 
 def test_an_overflow_makes_the_fixed_point_coarser() -> None:
@@ -151,16 +169,18 @@ def test_a_confirmed_finding_marks_nobody() -> None:
     assert refuted(suspicions, {SLOT: (A, "fp32")}) == []
 
 
+NUM_SLOTS = 12
 findings = st.builds(
     finding,
     st.sampled_from([A, B, C]),
-    slot=st.tuples(st.sampled_from([SUMS, *map(MicrobatchId, range(3))]), st.just(Stage(0))),
+    slot=st.tuples(
+        st.sampled_from([SUMS, *map(MicrobatchId, range(NUM_SLOTS - 1))]), st.just(Stage(0))
+    ),
     dtype=st.sampled_from(["fp16", "fp32"]),
     overflows=st.booleans(),
     forward=st.booleans(),
     in_sums=st.booleans(),
 )
-NUM_SLOTS = 4
 
 
 @given(reports=st.lists(findings, max_size=400), live=st.sets(st.sampled_from([A, B, C])))
