@@ -186,7 +186,7 @@ def _bad_peer(
     holder: StageHolder,
     peer_id: PeerId,
     error: ProtocolError,
-    key: types_pb2.TensorKey | None,
+    key: types_pb2.TensorKey | None = None,
 ) -> coordinator_pb2.NodeEvent:
     trouble = coordinator_pb2.Trouble(
         kind=coordinator_pb2.TROUBLE_KIND_BAD_PEER,
