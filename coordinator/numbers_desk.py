@@ -40,6 +40,7 @@ class Runner(Protocol):
     def opened(self) -> OpenStep | None: ...
     def is_open(self, step: int, attempt: int) -> bool: ...
     def abandon(self, reason: str) -> None: ...
+    def tied(self, reason: str) -> None: ...
     def take_out(
         self, session: Session, reason: str, *, kind: str = ..., still_holds: bool = ...
     ) -> None: ...
@@ -98,6 +99,9 @@ class NumbersDesk:
         stage = session.stage
         assert stage is not None, "it speaks as its incarnation"
         overflows = trouble.error == NumericOverflowError.__name__
+        if trouble.leg == coordinator_pb2.TASK_LEG_REDUCED:
+            self._on_reduced(session, trouble)
+            return
         if not self._is_held(session, trouble.step, trouble.attempt, trouble.microbatch):
             return
         self._found(
@@ -109,6 +113,13 @@ class NumbersDesk:
             in_sums=trouble.leg
             not in (coordinator_pb2.TASK_LEG_FORWARD, coordinator_pb2.TASK_LEG_BACKWARD),
         )
+
+    def _on_reduced(self, session: Session, trouble: coordinator_pb2.Trouble) -> None:
+        opened = self._runner.opened
+        is_open = self._runner.is_open(trouble.step, trouble.attempt)
+        if opened is not None and is_open and opened.ledger.participates(session.incarnation):
+            where = f"replicas of stage {session.stage}"
+            self._runner.tied(f"{where} hold sums of step {trouble.step} that overflow together")
 
     def on_refused(self, session: Session, trouble: coordinator_pb2.Trouble) -> None:
         """A node got NaN or infinity from a neighbour, whose execution it puts in doubt; neither

@@ -242,11 +242,15 @@ class StepRunner:
                 self._members.mark(session.peer_id)
                 self.take_out(session, reason)
         if not dissent.outvoted:
-            self._ties += 1
-            if self._ties >= _MAX_TIES:
-                self._ties = 0
-                self._log.pause(f"{reason}, {_MAX_TIES} times over; take one of them out")
-            self.abandon(reason)
+            self.tied(reason)
+
+    def tied(self, reason: str) -> None:
+        """One replica's sums are wrong, and nobody knows whose: the step is redone, a few times."""
+        self._ties += 1
+        if self._ties >= _MAX_TIES:
+            self._ties = 0
+            self._log.pause(f"{reason}, {_MAX_TIES} times over; take one of them out")
+        self.abandon(reason)
 
     def _commit(self, opened: OpenStep) -> None:
         record = step_record(self._run.spec, opened, now_s=self._log.clock())

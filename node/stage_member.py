@@ -312,6 +312,9 @@ class StageMember:
     async def _reduce(self, command: coordinator_pb2.Reduce) -> None:
         try:
             await self._sum_up(command)
+        except NumericOverflowError as error:  # in a peer's sums, perhaps
+            log.warning("reduction failed: %s", error)
+            self._report_numbers(error, MicrobatchId(0), coordinator_pb2.TASK_LEG_REDUCED)
         except Exception as error:  # whatever it is, the round can't end without this node
             log.log(
                 logging.WARNING if isinstance(error, ShoalError) else logging.ERROR,

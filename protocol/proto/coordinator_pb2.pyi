@@ -71,6 +71,8 @@ class _TaskLegEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskLeg.Value
     """Gradients, which are not in the sums."""
     TASK_LEG_SUMMED: _TaskLeg.ValueType  # 3
     """Gradients that are, or may be, in the sums: only another attempt can compute them again."""
+    TASK_LEG_REDUCED: _TaskLeg.ValueType  # 4
+    """No task: the replicas' sums together don't fit. One of them is wrong, nobody knows which."""
 
 class TaskLeg(_TaskLeg, metaclass=_TaskLegEnumTypeWrapper):
     """Which part of a microbatch's task gave bad numbers."""
@@ -82,6 +84,8 @@ TASK_LEG_BACKWARD: TaskLeg.ValueType  # 2
 """Gradients, which are not in the sums."""
 TASK_LEG_SUMMED: TaskLeg.ValueType  # 3
 """Gradients that are, or may be, in the sums: only another attempt can compute them again."""
+TASK_LEG_REDUCED: TaskLeg.ValueType  # 4
+"""No task: the replicas' sums together don't fit. One of them is wrong, nobody knows which."""
 Global___TaskLeg: _TypeAlias = TaskLeg  # noqa: Y015
 
 class _StateSource:

@@ -195,6 +195,25 @@ def test_norms_that_stay_bad_on_the_only_node_pause_the_run() -> None:
     assert_undisturbed(swarm)
 
 
+def test_sums_that_overflow_together_redo_the_step_and_cost_nobody_his_place() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    for attempt in range(1, 4):
+        node = swarm.at(1)[0]
+        assert swarm.conductor.state.attempt == attempt
+        node.trouble(
+            pb.TROUBLE_KIND_NUMBERS, "overflow", step=2, attempt=attempt, leg=pb.TASK_LEG_REDUCED
+        )
+        report_all(node)
+        if attempt < 3:
+            swarm.run_until(in_step(swarm))
+    assert "overflow together, 3 times over" in (swarm.conductor.state.paused or "")
+    assert_nobody_is_blamed(swarm)
+    swarm.conductor.resume()
+    swarm.finish()
+    assert_undisturbed(swarm)
+
+
 # ---- bytes that a neighbour refuses ------------------------------------------------------
 
 
