@@ -234,12 +234,16 @@ class Swarm:
         """A coordinator and nodes; returns the nodes once the first step is made."""
         self.start_coordinator()
         nodes = [self.start_node(name) for name in names]
+        await self.started(nodes)
+        return nodes
+
+    async def started(self, nodes: Sequence[Process]) -> None:
+        """Wait until all of these have a stage and the first step is made."""
         await self.wait_until(
             lambda: len(self.events(StageAssigned)) >= len(nodes), "every node has a stage"
         )
         self._note_resources()
         await self.committed(1)
-        return nodes
 
     @property
     def coordinator(self) -> Process:

@@ -52,8 +52,7 @@ async def test_numbers_that_one_node_alone_finds_bad_move_to_another(tmp_path: P
         orders.write_text(poison.model_dump_json() + "\n", encoding="utf-8")
         swarm.start_coordinator()
         node = swarm.start_node("n0", arguments=("--faults", str(orders)))
-        for name in ("n1", "n2", "n3"):
-            swarm.start_node(name)
+        await swarm.started([node, *(swarm.start_node(name) for name in ("n1", "n2", "n3"))])
         view = await swarm.see(
             lambda v: any(n.marks for n in v.nodes), "somebody's numbers were his own"
         )

@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 async def test_a_node_of_another_release_and_the_same_protocol_takes_part(tmp_path: Path) -> None:
     async with Swarm(tmp_path, spec(steps=6, pipeline={"replicas": 1})) as swarm:
         swarm.start_coordinator()
-        swarm.start_node("n0")
-        swarm.start_node("n1", version="v.__version__ = '9.8.7'")
-        await swarm.committed(1)
+        newer = swarm.start_node("n1", version="v.__version__ = '9.8.7'")
+        await swarm.started([swarm.start_node("n0"), newer])
         await swarm.finished()
         told = swarm.coordinator.log.read_text(encoding="utf-8")
         assert f"release '9.8.7', this is {__version__}" in told
