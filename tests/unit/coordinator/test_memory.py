@@ -87,5 +87,6 @@ def test_memory_is_flat_over_hundreds_of_steps_with_churn(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_memory_is_flat_over_five_thousand_steps_with_churn(tmp_path: Path) -> None:
     check(tmp_path / "events.sqlite", warm_up=3000, steps=5000)
