@@ -125,6 +125,9 @@ class BetweenSteps:
             return True
         self._requests.ask()
         unasked = self._requests.unasked()
+        if self._requests.trouble:
+            self._log.wait(f"the snapshot of step {step} waits: {self._requests.trouble}")
+            return False
         self._log.wait(
             f"stage {unasked[0]} needs a node that holds step {step} for the snapshot"
             if unasked

@@ -111,13 +111,17 @@ def launch_command(
     terminal = Terminal()
     with quits_on_signals(), progress_reporter(terminal) as progress:
         conductor = launch(spec, config, terminal, progress)
-    state = conductor.state
-    records = [state.records[s] for s in sorted(state.records)]
-    missing, double = audit(conductor.run, records)
-    terminal.line(
-        f"step {state.step} of {spec.steps}; {missing} microbatches missing, {double} double"
-        + (f"; loss {records[0].loss:.3f} to {records[-1].loss:.3f}" if records else "")
+    state, earlier = conductor.state, conductor.history.totals
+    recent = [record for step, record in state.records.items() if step > earlier.last_step]
+    missing, double = audit(conductor.run, recent)
+    line = (
+        f"step {state.step} of {spec.steps}; {earlier.missing + missing} microbatches missing, "
+        f"{earlier.double + double} double"
     )
+    if recent:
+        first = recent[0].loss if earlier.first_loss is None else earlier.first_loss
+        line += f"; loss {first:.3f} to {recent[-1].loss:.3f}"
+    terminal.line(line)
     if state.step < spec.steps:
         again = f"shoal launch {shlex.quote(str(run_file))}"
         if folder is not None:

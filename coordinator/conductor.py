@@ -6,6 +6,7 @@ then calls `_advance`, which does whatever has become possible: sum up a stage, 
 go, give out stages, roll back, open a step. What can't go on has a reason in `waiting_for`.
 """
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from shoal.compression.registry import parse_boundary
 from shoal.coordinator.assignments import Assignments, Desk
 from shoal.coordinator.between_steps import BetweenSteps
+from shoal.coordinator.compaction import MAX_STEPS, WORTHWHILE_STEPS
+from shoal.coordinator.history import StepHistory
 from shoal.coordinator.ledger import StepLedger
 from shoal.coordinator.members import Members
 from shoal.coordinator.node_events import NodeEvents
@@ -28,6 +31,7 @@ from shoal.coordinator.step_runner import Phase, StepRunner
 from shoal.coordinator.store import EventStore
 from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
+    DiskFullError,
     FencedError,
     ProtocolError,
     RunFailedError,
@@ -91,9 +95,12 @@ class Conductor:
         self._ticked_s = self._listening_s = self.started_s
         if not self.state.records and self.state.last_incarnation == 0:
             self._log.record(RunCreated(time_s=clock(), run_digest=run.digest))
+            if self._log.blocked:
+                raise DiskFullError(self._log.blocked)
             self._log.say("launched", f"run {run.run_id} is open: {spec.steps} steps")
         else:
             self._log.say("resumed", f"run {run.run_id} resumes after step {self.state.step}")
+            self._compact()
 
     # ---- facts ---------------------------------------------------------------------------
 
@@ -129,12 +136,23 @@ class Conductor:
 
     @property
     def waiting_for(self) -> str:
-        return self._log.waiting_for
+        return self._log.blocked or self._log.waiting_for
 
     @property
     def events(self) -> deque[tuple[float, str, str]]:
         """(time, kind, text), newest last; for people."""
         return self._log.lines
+
+    @property
+    def history(self) -> StepHistory:
+        """Of the steps that `state.records` has no more."""
+        return self._log.history
+
+    @property
+    def can_announce(self) -> asyncio.Event:
+        """Set while everything that commands follow from is in the log. Whoever delivers a
+        session's commands waits for it before each."""
+        return self._log.can_announce
 
     @property
     def version(self) -> int:
@@ -154,6 +172,8 @@ class Conductor:
     def attach(self, peer_id: PeerId, hello: coordinator_pb2.Hello) -> Session:
         """A node's session begins. Raises `VersionError`, or `StorageError` when the coordinator
         can't write: the node should come again when it can."""
+        if self._log.blocked:
+            raise DiskFullError(self._log.blocked)
         require_protocol(hello.protocol_version, hello.release)
         session = Session(peer_id, display_name(peer_id), hello, self.clock())
         with self._acting():
@@ -210,12 +230,18 @@ class Conductor:
         if self.ended:
             return
         with self._acting():
-            if self._flush_error is not None:
-                raise self._flush_error
+            error, self._flush_error = self._flush_error, None
+            if isinstance(error, DiskFullError):
+                self._log.block(error)
+            elif error is not None:
+                raise error
+            self._log.unblock()
             for session, reason in self._members.expired(
                 now_s, least_s=self.run.spec.fault.lease_s, since_s=self._listening_s
             ):
                 self._runner.end(session, reason)
+                if session.is_deaf:
+                    session.cut()
 
     # ---- operator ------------------------------------------------------------------------
 
@@ -267,11 +293,18 @@ class Conductor:
         """Whether this node was asked for this stage's snapshot and has not been fenced since."""
         return self._requests.expects(peer_id, step, stage)
 
+    def snapshot_refused(self, step: int, reason: str) -> None:
+        """The store had no room for it, or other trouble of its own."""
+        if not self.ended:
+            with self._acting():
+                self._requests.refused(step, reason)
+
     def snapshot_stored(self, step: int) -> None:
         """The store has every stage's state at `step`."""
         if not self.ended:
             with self._acting():
                 self._requests.stored(step)
+                self._compact()
 
     # ---- what has become possible --------------------------------------------------------
 
@@ -297,6 +330,8 @@ class Conductor:
     def _advance(self) -> None:
         before = None
         while before != (now := (self.phase, self.state.step, self.state.attempt)):
+            if self._log.blocked:
+                return  # what was decided is written first
             before = now
             if self.phase is Phase.BETWEEN:
                 self._advance_between()
@@ -304,7 +339,17 @@ class Conductor:
                 self._between.let_go()
                 self._runner.advance()
 
+    def _compact(self) -> None:
+        """Raises `StorageError` for a damaged log."""
+        self._log.compact(
+            oldest_snapshot=min(self.snapshots.complete_steps(), default=0),
+            live=[s.incarnation for s in self.sessions.values()],
+            num_microbatches=self.run.spec.batch.microbatches,
+        )
+
     def _advance_between(self) -> None:
+        if len(self.state.records) > MAX_STEPS + 4 * WORTHWHILE_STEPS:
+            self._compact()  # snapshots are rare
         outcome = self._between.advance(stopping=self.stopping)
         if outcome == "finished":
             self._finish()
@@ -317,6 +362,8 @@ class Conductor:
         if self.state.weights_sha256 is None:
             digest = self.snapshots.weights_sha256(self.state.step)
             self._log.record(RunFinished(time_s=self.clock(), weights_sha256=digest))
+            if self._log.blocked:
+                return
         self._end_run("finished", f"run {self.run.run_id} is finished")
 
     def _end_run(self, kind: str, text: str) -> None:

@@ -17,6 +17,7 @@ from shoal.coordinator.run_folder import Live, Progress, open_run, read_previous
 from shoal.coordinator.serving import Coordinator, LaunchConfig
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.store import SqliteEventStore
+from shoal.protocol.atomic_file import remove_leftovers
 from shoal.protocol.discovery import Discovery
 from shoal.protocol.errors import CapacityError, ShoalError
 from shoal.protocol.fault_injector import faults_from
@@ -40,6 +41,7 @@ def launch(
     previous = read_previous(config.folder)
     # The log first: it keeps a second coordinator away from the folder.
     with SqliteEventStore(config.folder / "events.sqlite") as store:
+        remove_leftovers(config.folder)
         discovery = EarlyDiscovery(config, previous) if config.discovery else None
         try:
             # In the main thread, where a signal interrupts it.

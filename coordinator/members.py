@@ -12,7 +12,7 @@ from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
 
 _MAX_FENCED_TOLD = 256
-_MAX_GONE = 4096
+_MAX_GONE = 256
 
 
 class Members:
@@ -66,6 +66,9 @@ class Members:
         counts from `since_s`: before, the coordinator itself wasn't listening."""
         found = []
         for session in self.sessions.values():
+            if session.is_deaf:
+                found.append((session, "it doesn't read its commands"))
+                continue
             limit_s = lease_timeout_s(session.intervals, least_s=least_s)
             if min(session.silent_s(now_s), now_s - since_s) > limit_s:
                 found.append((session, f"no sign of life for {limit_s:.1f} s"))
@@ -82,7 +85,9 @@ class Members:
         del self.sessions[session.peer_id]
         self.gone[session.peer_id] = session
         if len(self.gone) > _MAX_GONE:
-            self.gone.pop(next(iter(self.gone)))
+            longest = next(iter(self.gone))
+            del self.gone[longest]
+            self.marks.pop(longest, None)
         session.outbox.put_nowait(None)
 
     def fence(

@@ -1,16 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's durable state and its log, and what people are told about the run."""
+"""The run's durable state and its log, and what people are told about the run.
 
+While the log's disk is full, events are held in memory and applied; whoever sends commands waits
+until they are written (`can_announce`), so that nothing is announced that a restart wouldn't know.
+"""
+
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from shoal.coordinator.state import DURABLE, AnyEvent, Paused, apply, replay
+from shoal.coordinator.compaction import WORTHWHILE_STEPS, compaction, first_kept
+from shoal.coordinator.history import StepHistory
+from shoal.coordinator.state import (
+    DURABLE,
+    AnyEvent,
+    Paused,
+    RolledBack,
+    StepApplied,
+    StepCommitted,
+    apply,
+    parse,
+    replay,
+)
+from shoal.coordinator.step_row import StepRow
 from shoal.coordinator.store import EventStore
+from shoal.protocol.errors import DiskFullError
 
 log = logging.getLogger(__name__)
 
 _EVENT_LINES = 200
+_RETRY_S = 1.0
+_RETRY_LIMIT_S = 15.0
 
 
 class RunLog:
@@ -20,25 +41,123 @@ class RunLog:
         self._store = store
         self.clock = clock
         self.state = replay((event.kind, event.payload) for event in store.read())
+        self.blocked = ""
+        """Why the log can't be written now, and the remedy; empty when it can."""
+        self.can_announce = asyncio.Event()
+        """Set while everything in `state` is in the log."""
+        self.can_announce.set()
+        self._retry_after_s = _RETRY_S
+        self._retry_at_s = 0.0
         self.lines: deque[tuple[float, str, str]] = deque(maxlen=_EVENT_LINES)
         """(time, kind, text), newest last; for people."""
         self.waiting_for = ""
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
+        self._recall()
+
+    @property
+    def history(self) -> StepHistory:
+        """Of the steps that `state.records` has no more."""
+        return self._store.history
+
+    def recorded(self, step: int) -> StepCommitted | StepRow | None:
+        """What is known of a committed step, however old: its first record, or the row that is
+        left of it. Raises `StorageError`."""
+        old = self.history.row(step) if step <= self.history.totals.last_step else None
+        return old or self.state.records.get(step)
+
+    # ---- writing -------------------------------------------------------------------------
 
     def record(self, event: AnyEvent) -> None:
-        """Log an event, durably where something follows from it, then apply it.
+        """Log an event, durably where something follows from it, then apply it. When the disk is
+        full the log is `blocked` from here on.
 
-        Raises `StorageError`; then nothing has changed, and nothing may be announced.
+        Raises `StorageError` for a damaged log; then nothing has changed, and nothing may be
+        announced.
         """
-        self._store.append(
-            event.kind, event.model_dump(mode="json"), durable=isinstance(event, DURABLE)
-        )
+        payload = event.model_dump(mode="json")
+        if self.blocked:
+            self._store.hold(event.kind, payload)
+        else:
+            try:
+                self._store.append(event.kind, payload, durable=isinstance(event, DURABLE))
+            except DiskFullError as error:
+                self._store.hold(event.kind, payload)
+                self.block(error)
         self.state = apply(event, self.state)
+        if isinstance(event, RolledBack | StepCommitted):
+            self._recall()
 
     def flush(self) -> None:
         """Make soft events durable too. Raises `StorageError`."""
         self._store.flush()
+
+    def block(self, error: DiskFullError) -> None:
+        """Announce nothing until the log can be written again."""
+        if not self.blocked:
+            self.can_announce.clear()
+            self._retry_after_s, self._retry_at_s = _RETRY_S, self.clock() + _RETRY_S
+            self.blocked = f"the coordinator can't write: {error}"
+            self.say("disk_full", f"{self.blocked} The run waits for it")
+
+    def unblock(self) -> bool:
+        """While blocked, call it often: it tries now and then, less often each time. Returns
+        whether the log can be written. Raises `StorageError` for other trouble than a full disk.
+        """
+        if self.blocked and self.clock() >= self._retry_at_s:
+            try:
+                self._store.flush()
+            except DiskFullError:
+                self._retry_after_s = min(2 * self._retry_after_s, _RETRY_LIMIT_S)
+                self._retry_at_s = self.clock() + self._retry_after_s
+            else:
+                self.blocked = ""
+                self.can_announce.set()
+                self.say("disk_free", "the coordinator can write again; the run goes on")
+        return not self.blocked
+
+    # ---- what grows ----------------------------------------------------------------------
+
+    def compact(
+        self, *, oldest_snapshot: int, live: Collection[int], num_microbatches: int
+    ) -> None:
+        """Move the records that nobody needs any more to the history, where it is worth while.
+        `live` are the incarnations that are attached. A full disk puts it off."""
+        records = self.state.records
+        moved = first_kept(self.state.step, oldest_snapshot) - next(iter(records), 0)
+        if self.blocked or not records or moved < WORTHWHILE_STEPS:
+            return
+        found = compaction(
+            [(event.sequence, parse(event.kind, event.payload)) for event in self._store.read()],
+            oldest_snapshot=oldest_snapshot,
+            live=live,
+            is_known=lambda step: self.history.row(step) is not None,
+            num_microbatches=num_microbatches,
+            now_s=self.clock(),
+        )
+        if found is None:
+            return
+        payload = found.event.model_dump(mode="json")
+        try:
+            self._store.compact(found.through, found.event.kind, payload, found.rows, found.shares)
+        except DiskFullError as error:
+            log.warning("the event log is compacted another time: %s", error)
+            return
+        self.state = found.state
+        self._recall()
+
+    def _recall(self) -> None:
+        """A run that went back to before its first record compares weights with the history."""
+        step = self.state.step
+        if step in self.state.weights_digests or step > self.history.totals.last_step:
+            return
+        row = self.history.row(step)
+        if row is not None and row.weights_digests:
+            self.record(
+                StepApplied(time_s=self.clock(), step=step, weights_digests=row.weights_digests)
+            )
+
+    # ---- for people ----------------------------------------------------------------------
 
     def say(self, kind: str, text: str) -> None:
         log.info("%s", text)

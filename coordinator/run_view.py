@@ -5,9 +5,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from shoal.coordinator import step_row
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.views import (
-    MAX_HISTORY,
     EventLine,
     NodeState,
     NodeView,
@@ -16,10 +16,13 @@ from shoal.coordinator.dashboard.views import (
     SpecSummary,
     StageView,
     StepPoint,
+    thin_history,
 )
+from shoal.coordinator.history import StepHistory
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.state import RunState as DurableState
 from shoal.coordinator.state import StepCommitted
+from shoal.coordinator.step_row import StepRow
 from shoal.coordinator.step_runner import Phase
 from shoal.protocol.costs import model_parameters
 from shoal.protocol.ids import PeerId
@@ -28,24 +31,28 @@ from shoal.protocol.spec import ResolvedRun, StageSpec
 _SPEED_STEPS = 5
 """Tokens per second are a mean over so many steps."""
 
+_MAX_CACHED = 10_000
+
 
 def audit(run: ResolvedRun, records: Sequence[StepCommitted]) -> tuple[int, int]:
     """(missing, double): microbatches that a stage's committed gradient lacks or has twice."""
-    missing = double = 0
-    for record in records:
-        for stage in record.contributions:
-            counted = Counter(m for ids in stage.values() for m in ids)
-            missing += sum(m not in counted for m in range(run.spec.batch.microbatches))
-            double += sum(count - 1 for count in counted.values())
-    return missing, double
+    return step_row.audit(records, run.spec.batch.microbatches)
 
 
-def steps_lost(state: DurableState) -> int:
+def new_records(state: DurableState, history: StepHistory) -> list[StepCommitted]:
+    """Records of steps that have no row in the history yet, ascending."""
+    last = history.totals.last_step
+    return [
+        record for step, record in state.records.items() if step > last or history.row(step) is None
+    ]
+
+
+def steps_lost(state: DurableState, history: StepHistory) -> int:
     """Steps up to the highest committed one that have no record: 0, or the log has a hole."""
-    return len(set(range(1, state.highest_step + 1)) - state.records.keys())
+    return state.highest_step - history.totals.num_steps - len(new_records(state, history))
 
 
-def tokens_per_s(records: Sequence[StepCommitted]) -> float:
+def tokens_per_s(records: Sequence[StepCommitted | StepRow]) -> float:
     seconds = sum(record.seconds for record in records)
     return sum(record.num_tokens for record in records) / seconds if seconds else 0.0
 
@@ -71,8 +78,10 @@ class ConductorView:
         self._changed = asyncio.Event()
         conductor.on_change = self._changed.set
         self._ended_s: float | None = None
+        self._compacted = 0  # rows of the history when the following was begun
         self._audited = (0, 0, 0)  # (records, missing, double)
         self._counted: tuple[int, Counter[PeerId]] = (0, Counter())
+        self._earlier: dict[PeerId, int] = {}  # slots in the history
 
     async def changed(self, after_version: int) -> int:
         while self._conductor.version <= after_version:
@@ -104,7 +113,11 @@ class ConductorView:
     def view(self) -> RunView:
         conductor = self._conductor
         state, run, spec = conductor.state, conductor.run, conductor.run.spec
-        records = [state.records[s] for s in sorted(state.records) if s <= state.highest_step]
+        earlier = conductor.history.totals
+        records = new_records(state, conductor.history)
+        if self._compacted != earlier.num_steps:
+            self._compacted, self._earlier = earlier.num_steps, {}
+            self._audited, self._counted = (0, 0, 0), (0, Counter())
         newest = records[-1] if records else None
         missing, double = self._audit(records)
         now_s = conductor.clock()
@@ -135,15 +148,17 @@ class ConductorView:
             receipts_done=ledger.receipts_done() if ledger else 0,
             receipts_total=ledger.receipts_total() if ledger else 0,
             loss=newest.loss if newest else None,
-            loss_first=records[0].loss if records else None,
-            validation_loss=validated[-1] if validated else None,
+            loss_first=records[0].loss
+            if earlier.first_loss is None and records
+            else earlier.first_loss,
+            validation_loss=validated[-1] if validated else earlier.validation_loss,
             tokens_per_s=tokens_per_s(records[-_SPEED_STEPS:]),
             boundary_bytes_per_step=newest.boundary_bytes if newest else 0,
             reduce_bytes_per_step=newest.reduce_bytes if newest else 0,
-            bytes_total=sum(r.boundary_bytes + r.reduce_bytes for r in records),
-            steps_lost=steps_lost(state),
-            microbatches_missing=missing,
-            microbatches_double=double,
+            bytes_total=earlier.num_bytes + sum(r.boundary_bytes + r.reduce_bytes for r in records),
+            steps_lost=steps_lost(state, conductor.history),
+            microbatches_missing=earlier.missing + missing,
+            microbatches_double=earlier.double + double,
             started_s=conductor.started_s,
             now_s=self._ended_s or now_s,
             stages=[
@@ -156,7 +171,7 @@ class ConductorView:
                 for s in range(spec.pipeline.stages)
             ],
             nodes=nodes,
-            history=[_point(r) for r in _thinned(records)],
+            history=thin_history([*map(_point, conductor.history.points()), *map(_point, records)]),
             events=[
                 EventLine(time_s=time_s, kind=kind, text=text)
                 for time_s, kind, text in conductor.events
@@ -196,14 +211,22 @@ class ConductorView:
         self._counted = (len(records), counted)
         return counted
 
+    def _slots(self, peer_id: PeerId) -> int:
+        if peer_id not in self._earlier:
+            if len(self._earlier) > _MAX_CACHED:
+                self._earlier.clear()
+            self._earlier[peer_id] = self._conductor.history.slots_of(peer_id)
+        return self._earlier[peer_id]
+
     def _nodes(self, records: Sequence[StepCommitted]) -> list[NodeView]:
         conductor = self._conductor
-        contributed = self._contributions(records)
-        total = sum(contributed.values()) or 1
+        fresh = self._contributions(records)
+        total = conductor.history.totals.counted + sum(fresh.values()) or 1
         sessions = [
             *((s, False) for s in conductor.sessions.values()),
             *((s, True) for s in conductor.gone.values()),
         ]
+        contributed = {s.peer_id: fresh[s.peer_id] + self._slots(s.peer_id) for s, _ in sessions}
         return [
             NodeView(
                 peer_id=s.peer_id,
@@ -243,7 +266,7 @@ class ConductorView:
         return session.state
 
 
-def _point(record: StepCommitted) -> StepPoint:
+def _point(record: StepCommitted | StepRow) -> StepPoint:
     return StepPoint(
         step=record.step,
         loss=record.loss,
@@ -255,13 +278,3 @@ def _point(record: StepCommitted) -> StepPoint:
         learning_rate=record.learning_rate,
         validation_loss=record.validation_loss,
     )
-
-
-def _thinned(records: Sequence[StepCommitted]) -> list[StepCommitted]:
-    """At most `MAX_HISTORY` records, evenly spread, always with those that validated last."""
-    if len(records) <= MAX_HISTORY:
-        return list(records)
-    stride = -(-len(records) // MAX_HISTORY)
-    return [r for i, r in enumerate(records) if i % stride == 0 or i == len(records) - 1][
-        -MAX_HISTORY:
-    ]

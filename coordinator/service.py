@@ -24,8 +24,10 @@ from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.errors import (
     AdmissionError,
     CapacityError,
+    CoordinatorDiskError,
     MalformedFrameError,
     ShoalError,
+    StorageError,
     UnknownPeerError,
 )
 from shoal.protocol.identity import verify_join_request
@@ -115,9 +117,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     # ---- sessions ------------------------------------------------------------------------
 
-    async def Session(
+    # Writes itself instead of yielding: so a session can end while a command waits to be read.
+    async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterable[coordinator_pb2.NodeEvent], context: Context
-    ) -> AsyncIterator[coordinator_pb2.Command]:
+    ) -> None:
         try:
             peer_id = peer_id_from_context(context)
             events = aiter(request_iterator)
@@ -130,13 +133,28 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         except ShoalError as error:
             await abort_with(context, error)
             return
+        cut = asyncio.Event()
+        session.cut = cut.set
         reader = asyncio.create_task(self._read(session, events))
+        writer = asyncio.create_task(self._write(session, context))
+        cutter = asyncio.create_task(cut.wait())
         try:
-            while (command := await session.outbox.get()) is not None:
-                yield command
+            await asyncio.wait({writer, cutter}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reader.cancel()
+            for task in (reader, writer, cutter):
+                task.cancel()
+            (ended, *_) = await asyncio.gather(writer, reader, return_exceptions=True)
+            if ended is not None:
+                log.debug("the session of %s broke: %r", session.name, ended)
             self._conductor.detach(session)
+        if cut.is_set():
+            deaf = CapacityError("this node didn't read its commands; attach again")
+            await abort_with(context, deaf)
+
+    async def _write(self, session: sessions.Session, context: Context) -> None:
+        while (command := await session.outbox.get()) is not None:
+            await self._conductor.can_announce.wait()
+            await context.write(command)
 
     async def _read(
         self, session: sessions.Session, events: AsyncIterator[coordinator_pb2.NodeEvent]
@@ -218,18 +236,24 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             )
         store = self._conductor.snapshots
         digests = self._conductor.state.weights_digests.get(step)
-        with store.receiver(step, stage) as receiver:
-            async for message in incoming:
-                await asyncio.to_thread(receiver.feed, message.chunk)
-            path = await asyncio.to_thread(receiver.finish)
-            complete = await asyncio.to_thread(
-                store.add,
-                step,
-                stage,
-                path,
-                sha256=receiver.sha256,
-                weights_digest=digests[stage] if digests else None,
-            )
+        try:
+            with store.receiver(step, stage) as receiver:
+                async for message in incoming:
+                    await asyncio.to_thread(receiver.feed, message.chunk)
+                path = await asyncio.to_thread(receiver.finish)
+                complete = await asyncio.to_thread(
+                    store.add,
+                    step,
+                    stage,
+                    path,
+                    sha256=receiver.sha256,
+                    weights_digest=digests[stage] if digests else None,
+                )
+        except StorageError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise  # damaged bytes are the node's
+            self._conductor.snapshot_refused(step, str(error))
+            raise CoordinatorDiskError(f"the coordinator's disk: {error}") from error
         if complete:
             self._conductor.snapshot_stored(step)
         return coordinator_pb2.SnapshotReceipt(step=step, stage=stage)

@@ -17,6 +17,7 @@ from shoal.coordinator.presence import Addresses, Presence
 from shoal.coordinator.run_folder import Live, operator_token
 from shoal.coordinator.run_view import ConductorView, tokens_per_s
 from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.timeline import Timeline
 from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.discovery import Discovery
 from shoal.protocol.errors import CapacityError, RunFailedError
@@ -204,7 +205,7 @@ class Coordinator:
         conductor = self._conductor
         state, spec = conductor.state, self._run.spec
         parts = [f"{spec.name}: step {state.step} of {spec.steps}"]
-        records = [state.records[s] for s in sorted(state.records)[-5:]]
+        records = Timeline.of(state.records).last(5)
         if records:
             parts += [f"loss {records[-1].loss:.4f}", f"{tokens_per_s(records):,.0f} tokens/s"]
         holders = [0] * spec.pipeline.stages

@@ -5,7 +5,7 @@ import asyncio
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,9 @@ SessionState = Literal["attached", "copying", "ready", "leaving"]
 
 _LEASE_DEVIATIONS = 8
 _LEASE_LIMIT = 4.0
+
+MAX_OUTBOX = 1000
+"""Commands that wait for one node to read them; there are a handful in a step."""
 
 
 def lease_timeout_s(intervals: Sequence[float], *, least_s: float) -> float:
@@ -80,6 +83,10 @@ class Session:
     placement: str = ""
     """Why the node has no stage."""
     last_wait: str = ""
+    is_deaf: bool = False
+    """It doesn't read its commands; some were dropped."""
+    cut: Callable[[], object] = lambda: None
+    """Ends the stream at once, whatever waits in it."""
 
     # Signs of life.
     last_heartbeat_s: float = 0.0
@@ -90,6 +97,9 @@ class Session:
     """Seconds of computation per microbatch."""
 
     def send(self, **command: object) -> None:
+        if self.outbox.qsize() >= MAX_OUTBOX:
+            self.is_deaf = True  # the next tick ends the session
+            return
         self.outbox.put_nowait(coordinator_pb2.Command(**command))  # type: ignore[arg-type]
 
     def say(self, reason: str) -> None:

@@ -11,6 +11,9 @@ _MAX_ASKED = 8
 _DEADLINE_S = 900.0
 """After this, another holder is asked too."""
 
+_RETRY_S = 10.0
+_RETRY_LIMIT_S = 300.0
+
 
 class SnapshotRequests:
     def __init__(self, desk: Desk, *, every: int) -> None:
@@ -21,6 +24,11 @@ class SnapshotRequests:
         self._asked: dict[int, dict[Stage, tuple[Incarnation, float]]] = {}
         self.wanted = False
         """Whether to store one at the next opportunity, due or not."""
+        self.trouble = ""
+        """Why the store could not take the last one; empty when it could."""
+        self._retry_after_s = _RETRY_S
+        self._retry_at_s = 0.0
+        self._refused = -1  # the step of it
 
     def is_stored(self, step: int) -> bool:
         """The state at step 0 needs no snapshot."""
@@ -43,7 +51,13 @@ class SnapshotRequests:
         """One holder of every stage sends its state to the store; asked once each. True when
         every stage has somebody who was asked."""
         step, now_s = self._log.state.step, self._log.clock()
+        if self.trouble and now_s < self._retry_at_s:
+            return False
+        if self._refused == step:
+            self._refused = -1
+            self._asked.pop(step, None)
         asked = self._asked.setdefault(step, {})
+        self._forget_old(step)
         for stage in self._members.stages:
             if stage in asked and not self._is_void(*asked[stage]):
                 continue
@@ -57,6 +71,10 @@ class SnapshotRequests:
                 asked[stage] = chosen.incarnation, now_s
                 chosen.send(snapshot=coordinator_pb2.TakeSnapshot(step=step))
         return len(asked) == len(self._members.stages)
+
+    def _forget_old(self, but: int) -> None:
+        for oldest in sorted(self._asked.keys() - {but})[:-_MAX_ASKED]:
+            del self._asked[oldest]
 
     def unasked(self) -> list[Stage]:
         asked = self._asked.get(self._log.state.step, {})
@@ -85,11 +103,28 @@ class SnapshotRequests:
             session is not None and incarnation is not None and (incarnation == session.incarnation)
         )
 
+    def refused(self, step: int, reason: str) -> None:
+        """The store could not take a stage's state, through no fault of the node's. Asked again
+        after a while, longer each time. Other stages' uploads that are under way stay expected."""
+        if self._refused == step and self._log.clock() < self._retry_at_s:
+            return  # of another stage
+        self._refused = step
+        self._retry_after_s = (
+            min(2 * self._retry_after_s, _RETRY_LIMIT_S) if self.trouble else (_RETRY_S)
+        )
+        self._retry_at_s = self._log.clock() + self._retry_after_s
+        self.trouble, self.wanted = reason, True
+        self._log.say(
+            "snapshot_failed",
+            f"the snapshot of step {step} could not be stored: {reason} "
+            f"One is tried again in {self._retry_after_s:.0f} s",
+        )
+
     def stored(self, step: int) -> None:
         """The store has every stage's state at `step`. Raises `StorageError`."""
+        self.trouble = ""
         self._asked.pop(step, None)
-        for oldest in sorted(self._asked)[:-_MAX_ASKED]:
-            del self._asked[oldest]
+        self._forget_old(step)
         if step > self._log.state.snapshot_step:
             self._log.record(SnapshotStored(time_s=self._log.clock(), step=step))
             self._log.say("snapshot", f"snapshot of step {step} is stored")

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 1 << 20
+_MAX_INCOMING = 2
+"""Incomplete snapshots beside the one that comes in."""
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -142,6 +144,7 @@ class SnapshotStore:
                         self._incoming.pop(step_, None)
                     else:
                         self._incoming[step_] = stages
+                        self._drop_stale(step_)
                 return step_ in self._complete
         except OSError as error:
             raise storage_error(received, error) from error
@@ -217,6 +220,12 @@ class SnapshotStore:
         return [int(step) for step in removed]
 
     # ---- files ---------------------------------------------------------------------------
+
+    def _drop_stale(self, newest: Step) -> None:
+        """Snapshots that never become complete don't pile up."""
+        for step in [s for s in self._incoming if s != newest][:-_MAX_INCOMING]:
+            del self._incoming[step]
+            shutil.rmtree(self._step_folder(step), ignore_errors=True)
 
     def _step_folder(self, step: Step) -> Path:
         return self._folder / f"step-{step:08d}"

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The durable state of a run: events that are logged, and a pure reducer over them.
 
-What is not here (receipts, sessions, queues) is soft and comes back from the nodes.
+The state is bounded, however long the run: compaction moves the records of old steps to the
+history (`compaction.py`). What is not here (receipts, sessions, queues) is soft and comes back
+from the nodes.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from shoal.coordinator.step_scale import ScaleHistory, StepScale
+from shoal.coordinator.timeline import Timeline
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId
 
 
@@ -110,6 +113,14 @@ class RunFinished(Event):
     weights_sha256: str
 
 
+class Compacted(Event):
+    """Stands for all events before it: what they add up to, without the records of their steps."""
+
+    kind: Literal["compacted"] = "compacted"
+    state: dict[str, Any]
+    """As `dump` makes it."""
+
+
 AnyEvent = (
     RunCreated
     | StageAssigned
@@ -123,6 +134,7 @@ AnyEvent = (
     | Paused
     | Resumed
     | RunFinished
+    | Compacted
 )
 
 EVENT_KINDS: dict[str, type[Event]] = {
@@ -140,6 +152,7 @@ EVENT_KINDS: dict[str, type[Event]] = {
         Paused,
         Resumed,
         RunFinished,
+        Compacted,
     )
 }
 
@@ -155,6 +168,7 @@ DURABLE = (
     Paused,
     Resumed,
     RunFinished,
+    Compacted,
 )
 """Fsynced before anything follows from them. The rest can be had again."""
 
@@ -168,13 +182,19 @@ class RunState:
     attempt: int = 0
     """Attempts at step + 1 so far."""
     last_incarnation: Incarnation = NOBODY
-    records: dict[int, StepCommitted] = field(default_factory=dict)
-    weights_digests: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    peers: dict[Incarnation, PeerId] = field(default_factory=dict)
+    records: Mapping[int, StepCommitted] = field(default_factory=Timeline)
+    """Of recent steps; `RunLog.recorded` knows the older ones too."""
+    weights_digests: Mapping[int, tuple[int, ...]] = field(default_factory=Timeline)
+    """Of recent steps, of step 0, and always of `step` where they were logged."""
+    peers: Mapping[int, PeerId] = field(default_factory=Timeline)
+    """Of incarnations that are attached or named in `records`."""
     scales: ScaleHistory = field(default_factory=ScaleHistory)
     snapshot_step: int = 0
     paused: str | None = None
     weights_sha256: str | None = None
+
+
+_STATE = TypeAdapter(RunState)
 
 
 def apply(event: AnyEvent, state: RunState) -> RunState:
@@ -184,7 +204,7 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             return replace(
                 state,
                 last_incarnation=max(state.last_incarnation, event.incarnation),
-                peers={**state.peers, event.incarnation: event.peer_id},
+                peers=Timeline.of(state.peers).adding(event.incarnation, event.peer_id),
             )
         case StepOpened():
             return replace(state, attempt=event.attempt)
@@ -196,7 +216,7 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             # is read as it is; `RunView.steps_lost` shows the hole.
             records = state.records
             if event.step not in records:
-                records = {**records, event.step: event}
+                records = Timeline.of(records).adding(event.step, event)
             return replace(
                 state,
                 step=event.step,
@@ -206,9 +226,8 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
                 scales=_scales_after(event, state),
             )
         case StepApplied():
-            return replace(
-                state, weights_digests={**state.weights_digests, event.step: event.weights_digests}
-            )
+            digests = Timeline.of(state.weights_digests)
+            return replace(state, weights_digests=digests.adding(event.step, event.weights_digests))
         case SnapshotStored():
             return replace(state, snapshot_step=event.step)
         case RolledBack():
@@ -219,6 +238,8 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             return replace(state, paused=None)
         case RunFinished():
             return replace(state, weights_sha256=event.weights_sha256)
+        case Compacted():
+            return _STATE.validate_python(event.state)
         case RunCreated() | NodeFenced():
             return state
 
@@ -234,10 +255,22 @@ def _scales_after(event: StepCommitted, state: RunState) -> ScaleHistory:
     )
 
 
+def dump(state: RunState) -> dict[str, Any]:
+    """As JSON, for `Compacted`."""
+    plain = {f.name: getattr(state, f.name) for f in fields(state)}
+    plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in plain.items()}
+    dumped: dict[str, Any] = _STATE.dump_python(RunState(**plain), mode="json")
+    return dumped
+
+
+def parse(kind: str, payload: Mapping[str, Any]) -> AnyEvent:
+    """A logged event."""
+    return EVENT_KINDS[kind].model_validate(payload)  # type: ignore[return-value]
+
+
 def replay(events: Iterable[tuple[str, Mapping[str, Any]]]) -> RunState:
     """The state that logged (kind, payload) pairs add up to."""
     state = RunState()
     for kind, payload in events:
-        event = EVENT_KINDS[kind].model_validate(payload)
-        state = apply(event, state)  # type: ignore[arg-type]
+        state = apply(parse(kind, payload), state)
     return state

@@ -257,7 +257,7 @@ class StepRunner:
         if not math.isfinite(record.grad_norm) or not math.isfinite(record.loss):
             self.numbers.diverged(f"loss {record.loss}, gradient norm {record.grad_norm}")
             return
-        known = self._log.state.records.get(opened.step)
+        known = self._log.recorded(opened.step)
         if known is not None and known.sums_digests != record.sums_digests:
             raise RunFailedError(
                 f"step {opened.step} was recomputed with other sums than recorded: "

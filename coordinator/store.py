@@ -5,6 +5,9 @@ An event is a kind and a JSON payload. Its sequence number counts up from 1 with
 checks that. A durable append has reached the disk when it returns. Others are kept in memory and
 go with the next durable append, with `flush`, or once they are numerous; a kill may lose them, and
 only them: what is lost is always the log's end.
+
+Compaction replaces the log's beginning by one event, and in the same transaction moves the steps
+that were committed there to the history (`history.py`).
 """
 
 import abc
@@ -14,15 +17,24 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from shoal.coordinator.history import (
+    TABLES,
+    InMemoryHistory,
+    SqliteHistory,
+    StepHistory,
+    select_rows,
+)
+from shoal.coordinator.step_row import StepRow
 from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.disk import require_space
-from shoal.protocol.errors import CapacityError, StorageError, VersionError
+from shoal.protocol.errors import CapacityError, DiskFullError, StorageError, VersionError
+from shoal.protocol.ids import PeerId
 from shoal.protocol.spec import canonical_json
 from shoal.version import EVENT_LOG_VERSION
 
@@ -30,6 +42,15 @@ MAX_KIND_CHARS = 100
 MAX_PAYLOAD_BYTES = 4 << 20
 MAX_PENDING = 1000
 """Events in memory; the next append writes them all."""
+
+MAX_HELD = 20_000
+"""Events that are kept in memory while the disk is full."""
+
+_MIGRATES_FROM = 1
+"""Logs of this version become the present one when they are opened for writing."""
+
+_MAX_WAL_BYTES = 4 << 20
+"""The write-ahead log is cut back to this whenever it starts over."""
 
 _APPLICATION_ID = 0x53484F41  # "SHOA", in the database's header
 
@@ -53,6 +74,9 @@ class StoredEvent:
 class EventStore(abc.ABC):
     """Append-only, one writer. Safe to call from several threads; durable appends block."""
 
+    history: StepHistory
+    """The steps that compaction took out of the log."""
+
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._pending: list[StoredEvent] = []
@@ -67,7 +91,7 @@ class EventStore(abc.ABC):
     def append(self, kind: str, payload: Mapping[str, Any], *, durable: bool = True) -> int:
         """The event's sequence number. `payload` must be JSON; tuples come back as lists.
 
-        Raises `StorageError` when the disk is full or the payload too large; the event is then
+        Raises `DiskFullError`, or `StorageError` when the payload is too large; the event is then
         not in the log, and earlier ones that weren't durable are still to be written.
         """
         encoded = _encode(kind, payload)
@@ -81,6 +105,19 @@ class EventStore(abc.ABC):
                 self._pending.append(record)
             self._last = record.sequence
             return record.sequence
+
+    def hold(self, kind: str, payload: Mapping[str, Any]) -> int:
+        """Like `append` while the disk is full: the event stays in memory until `flush` or an
+        append succeeds. Whoever calls this announces nothing until then. Raises `StorageError`
+        when too many are held."""
+        encoded = _encode(kind, payload)
+        with self._lock:
+            self._check_open()
+            if len(self._pending) >= MAX_HELD:
+                raise StorageError(f"{MAX_HELD} events wait for a disk that stays full.")
+            self._last += 1
+            self._pending.append(StoredEvent(self._last, kind, encoded))
+            return self._last
 
     def flush(self) -> None:
         """Make everything durable. For the daemon's timer. Raises `StorageError`."""
@@ -100,14 +137,22 @@ class EventStore(abc.ABC):
             records = [*self._read(after), *(r for r in self._pending if r.sequence > after)]
         return _decode(records)
 
-    def compact(self, through: int, kind: str, payload: Mapping[str, Any]) -> None:
+    def compact(
+        self,
+        through: int,
+        kind: str,
+        payload: Mapping[str, Any],
+        rows: Sequence[StepRow] = (),
+        shares: Mapping[PeerId, int] | None = None,
+    ) -> None:
         """Replace all events up to and including `through` by one, with that sequence number:
-        the state that they add up to. Durable, all or nothing. Raises `StorageError`."""
+        the state that they add up to; and add `rows` and `shares` (slots by peer) to the history.
+        Durable, all or nothing. Raises `StorageError`."""
         assert 0 < through <= self._last
         record = StoredEvent(through, kind, _encode(kind, payload))
         with self._lock:
             self.flush()
-            self._replace(record)
+            self._replace(record, rows, shares or {})
 
     def close(self) -> None:
         """Flush and let go; a second call does nothing."""
@@ -143,35 +188,53 @@ class EventStore(abc.ABC):
     def _read(self, after: int) -> list[StoredEvent]: ...
 
     @abc.abstractmethod
-    def _replace(self, record: StoredEvent) -> None: ...
+    def _replace(
+        self, record: StoredEvent, rows: Sequence[StepRow], shares: Mapping[PeerId, int]
+    ) -> None: ...
 
     @abc.abstractmethod
     def _release(self) -> None: ...
 
 
 class InMemoryEventStore(EventStore):
-    """For tests and the simulator. `disk` holds what is durable: a second store on the same
-    `disk` sees what a restarted coordinator would. With `capacity_bytes` the disk can be full."""
+    """For tests and the simulator. `disk` and `history` hold what is durable: a second store on
+    them sees what a restarted coordinator would. With `capacity_bytes` the disk can be full."""
+
+    history: InMemoryHistory
 
     def __init__(
-        self, disk: list[StoredEvent] | None = None, *, capacity_bytes: int | None = None
+        self,
+        disk: list[StoredEvent] | None = None,
+        *,
+        history: InMemoryHistory | None = None,
+        capacity_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.disk = [] if disk is None else disk
+        self.history = history or InMemoryHistory()
         self.capacity_bytes = capacity_bytes
         self._last = self.disk[-1].sequence if self.disk else 0
 
     def _write(self, records: list[StoredEvent]) -> None:
-        used = sum(len(record.payload) for record in [*self.disk, *records])
-        if self.capacity_bytes is not None and used > self.capacity_bytes:
-            raise StorageError(f"the event log's {self.capacity_bytes} bytes are full.")
+        self._check_room([*self.disk, *records])
         self.disk.extend(records)
+
+    def _check_room(self, records: list[StoredEvent]) -> None:
+        if self.capacity_bytes is None:
+            return
+        if sum(len(record.payload) for record in records) > self.capacity_bytes:
+            raise DiskFullError(f"the event log's {self.capacity_bytes} bytes are full.")
 
     def _read(self, after: int) -> list[StoredEvent]:
         return [record for record in self.disk if record.sequence > after]
 
-    def _replace(self, record: StoredEvent) -> None:
-        self.disk[:] = [record, *(r for r in self.disk if r.sequence > record.sequence)]
+    def _replace(
+        self, record: StoredEvent, rows: Sequence[StepRow], shares: Mapping[PeerId, int]
+    ) -> None:
+        kept = [r for r in self.disk if r.sequence > record.sequence]
+        self._check_room([record, *kept])
+        self.history.write(rows, shares)
+        self.disk[:] = [record, *kept]
 
     def _release(self) -> None:
         pass
@@ -179,6 +242,8 @@ class InMemoryEventStore(EventStore):
 
 class SqliteEventStore(EventStore):
     """One SQLite file (WAL, fsync at each commit), and a lock on its folder while it is open."""
+
+    history: SqliteHistory
 
     def __init__(self, path: Path) -> None:
         """Raises `CapacityError` when another process has the folder, `VersionError` for another
@@ -204,18 +269,25 @@ class SqliteEventStore(EventStore):
 
     def _prepare(self) -> None:
         execute = self._database.execute
+        execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; an old one reuses its pages
         execute("PRAGMA journal_mode = WAL")
+        execute(f"PRAGMA journal_size_limit = {_MAX_WAL_BYTES}")
         execute("PRAGMA synchronous = FULL")
-        if execute("PRAGMA user_version").fetchone() == (0,):  # a new file
+        (version,) = execute("PRAGMA user_version").fetchone()
+        if version != EVENT_LOG_VERSION:
             with self._transaction():
-                execute(
-                    "CREATE TABLE events "
-                    "(sequence INTEGER PRIMARY KEY, kind TEXT NOT NULL, payload BLOB NOT NULL)"
-                )
-                execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                if not version:  # a new file
+                    execute(
+                        "CREATE TABLE events "
+                        "(sequence INTEGER PRIMARY KEY, kind TEXT NOT NULL, payload BLOB NOT NULL)"
+                    )
+                    execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                for table in TABLES:
+                    execute(table)
                 execute(f"PRAGMA user_version = {EVENT_LOG_VERSION}")
         (last,) = execute("SELECT coalesce(max(sequence), 0) FROM events").fetchone()
         self._last = last
+        self.history = SqliteHistory(self._database, lambda: _storage_errors(self.path))
 
     def _write(self, records: list[StoredEvent]) -> None:
         with _storage_errors(self.path), self._transaction():
@@ -229,14 +301,24 @@ class SqliteEventStore(EventStore):
         with _storage_errors(self.path):
             return _select(self._database, after)
 
-    def _replace(self, record: StoredEvent) -> None:
-        with _storage_errors(self.path), self._transaction():
-            require_space(self.path)
-            self._database.execute("DELETE FROM events WHERE sequence <= ?", (record.sequence,))
-            self._database.execute(
-                "INSERT INTO events VALUES (?, ?, ?)",
-                (record.sequence, record.kind, record.payload),
-            )
+    def _replace(
+        self, record: StoredEvent, rows: Sequence[StepRow], shares: Mapping[PeerId, int]
+    ) -> None:
+        with _storage_errors(self.path):
+            with self._transaction():
+                require_space(self.path)
+                new = self.history.write(rows, shares)
+                self._database.execute("DELETE FROM events WHERE sequence <= ?", (record.sequence,))
+                self._database.execute(
+                    "INSERT INTO events VALUES (?, ?, ?)",
+                    (record.sequence, record.kind, record.payload),
+                )
+            self.history.written(new)
+            # Give the freed pages back; what a reader beside still needs goes another time.
+            # (`execute` would stop after one page, as the statement gives no rows.)
+            with contextlib.suppress(sqlite3.Error):  # the compaction is done, whatever comes
+                self._database.executescript("PRAGMA incremental_vacuum")
+                self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def _release(self) -> None:
         try:
@@ -289,33 +371,44 @@ class RunFolderLock:
 def read_event_log(path: Path, after: int = 0) -> Iterator[Event]:
     """The durable events, beside a coordinator that may be running. Takes no lock.
 
-    Raises `StorageError` or `VersionError`.
+    Compaction removes the events of steps that neither a rollback nor a chart of recent steps
+    needs: see `read_log_and_history` for all steps. Raises `StorageError` or `VersionError`.
     """
+    return read_log_and_history(path, after)[0]
+
+
+def read_log_and_history(path: Path, after: int = 0) -> tuple[Iterator[Event], list[StepRow]]:
+    """The durable events, and the rows of the steps that compaction took out of them; from one
+    moment, so that each committed step is in one of them. Raises as `read_event_log` does."""
     if not path.exists():
         raise StorageError(f"{path}: no event log here. Give the folder of a run.")
-    _check_version(path)
+    version = _check_version(path)
     with _storage_errors(path), contextlib.closing(_read_only(path)) as database:
-        return _decode(_select(database, after))
+        database.execute("BEGIN")
+        events = _select(database, after)
+        rows = list(select_rows(database)) if version == EVENT_LOG_VERSION else []
+        return _decode(events), rows
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
 
 
-def _check_version(path: Path) -> None:
+def _check_version(path: Path) -> int:
     with _storage_errors(path), contextlib.closing(_read_only(path)) as database:
         (application,) = database.execute("PRAGMA application_id").fetchone()
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if (application, version, tables) == (0, 0, 0):
-        return  # created, and killed before anything was written
+        return 0  # created, and killed before anything was written
     if application != _APPLICATION_ID:
         raise StorageError(f"{path}: not an event log. Move it away, or choose another folder.")
-    if version != EVENT_LOG_VERSION:
+    if version not in (_MIGRATES_FROM, EVENT_LOG_VERSION):
         raise VersionError(
             f"{path}: event log version {version}, this release reads {EVENT_LOG_VERSION}. "
             "Use the release that wrote it; the file is unchanged."
         )
+    return int(version)
 
 
 def _select(database: sqlite3.Connection, after: int) -> list[StoredEvent]:
@@ -362,8 +455,10 @@ def _storage_errors(path: Path) -> Iterator[None]:
         raise storage_error(path, error) from error
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            remedy = f"free some space under {path.parent}; the run goes on from its last event"
-        elif getattr(error, "sqlite_errorcode", None) in (
+            raise DiskFullError(
+                f"{path}: {error}; free some space under {path.parent}, and the run goes on."
+            ) from error
+        if getattr(error, "sqlite_errorcode", None) in (
             sqlite3.SQLITE_CORRUPT,
             sqlite3.SQLITE_NOTADB,
         ):

@@ -49,5 +49,13 @@ if [ -n "$index" ]; then
 else
     run "${pip[@]}" "$torch"
 fi
+# The build's folders go elsewhere: it would leave them in this checkout, and an old one's files
+# would get into the next build.
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir "$scratch/info"
+printf '[build]\nbuild_base = %s/build\n[egg_info]\negg_base = %s/info\n' "$scratch" "$scratch" \
+    >"$scratch/build.cfg"
+export DIST_EXTRA_CONFIG=$scratch/build.cfg
 run "${pip[@]}" -c constraints.txt .
 run "$folder/bin/shoal" --version

@@ -38,6 +38,8 @@ class NodeConfig(BaseModel):
     use the same."""
     max_memory_gb: Annotated[float, Field(ge=0)] = 0
     """Use at most so much memory for a stage; 0 means 60 % of what is free."""
+    cache_gb: Annotated[float, Field(gt=0)] = 10.0
+    """Disk space for token shards; those used longest ago go first, those in use stay."""
     discovery: bool = True
     """Take part in the DHT, to be found and to find a coordinator that moved."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0

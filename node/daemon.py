@@ -21,7 +21,7 @@ from shoal.node.session import NodeSession
 from shoal.node.stage_holder import Report, StageHolder
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
-from shoal.protocol.atomic_file import storage_error
+from shoal.protocol.atomic_file import remove_leftovers, storage_error
 from shoal.protocol.errors import CapacityError, ProtocolError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.identity import NodeIdentity
@@ -124,6 +124,7 @@ class NodeDaemon:
             membership,
             device,
             folder=config.folder,
+            max_cache_bytes=int(config.cache_gb * 1e9),
             scratch=scratch,
             transfer=transfer,
             swarm=swarm,
@@ -226,6 +227,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
     try:
         for left in folder.glob("state-*"):
             shutil.rmtree(left, ignore_errors=True)
+        remove_leftovers(folder)
         scratch = tempfile.TemporaryDirectory(
             prefix="state-", dir=folder, ignore_cleanup_errors=True
         )

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.node.shard_room import evict, mark_used
 from shoal.protocol.atomic_file import AtomicFile, storage_error
 from shoal.protocol.errors import (
     ChecksumError,
@@ -45,12 +46,22 @@ class ShardCache:
     Used from one event loop; `path` may be called from any thread.
     """
 
-    def __init__(self, folder: Path, fetch: Fetch) -> None:
+    def __init__(self, folder: Path, fetch: Fetch, *, max_bytes: int | None = None) -> None:
+        """With `max_bytes` the shards used longest ago go when there are more; those asked for in
+        this turn and the one before stay, however large they are."""
         self._folder = folder
         self._fetch = fetch
+        self._max_bytes = max_bytes
+        self._turn = 0
+        self._used: dict[str, int] = {}  # the turn in which a shard was last asked for
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._verified: set[str] = set()
         self._slots = asyncio.Semaphore(_CONCURRENT_FETCHES)
+
+    def turn(self) -> None:
+        """A step is over, or begun: shards asked for before the last turn are free to go."""
+        self._turn += 1
+        self._used = {sha: turn for sha, turn in self._used.items() if turn >= self._turn - 1}
 
     def path(self, ref: ShardRef) -> Path:
         return self._folder / f"{ref.sha256}.bin"
@@ -63,6 +74,9 @@ class ShardCache:
         `ChecksumError` for wrong bytes, `StorageError` for the disk. The next call tries again.
         """
         num_bytes = ref.num_tokens * token_bytes
+        if self._used.get(ref.sha256) != self._turn:
+            self._used[ref.sha256] = self._turn
+            mark_used(self.path(ref))
         if ref.sha256 in self._verified and _size(self.path(ref)) == num_bytes:
             return
         task = self._fetches.get(ref.sha256)
@@ -92,7 +106,13 @@ class ShardCache:
             self._verified.discard(ref.sha256)
             if not await asyncio.to_thread(_is_intact, path, ref.sha256, num_bytes):
                 await self._receive(ref, num_bytes)
+                await self._make_room()
         self._verified.add(ref.sha256)
+
+    async def _make_room(self) -> None:
+        if self._max_bytes is not None:
+            kept = {f"{sha}.bin" for sha in self._used}
+            await asyncio.to_thread(evict, self._folder, self._max_bytes, kept=kept)
 
     async def _receive(self, ref: ShardRef, num_bytes: int) -> None:
         chunks = self._fetch(ref.sha256)
@@ -137,6 +157,8 @@ class TokenSource:
     def __init__(self, run: ResolvedRun, cache: ShardCache) -> None:
         """Raises `DataError` where the run's training text holds no sequence."""
         self._spec = run.spec
+        self._cache = cache
+        self._step = -1
         seq_len, token_bytes = run.spec.model.seq_len, run.data.token_bytes
         vocab_size = run.data.vocab_size
         self._training = _Split(cache, run.data.train, token_bytes, vocab_size, seq_len)
@@ -154,6 +176,9 @@ class TokenSource:
 
     async def ensure_training(self, step: int, microbatches: Iterable[int]) -> None:
         """Fetch what `training` reads for these microbatch ids. Raises like `ShardCache.ensure`."""
+        if step != self._step:
+            self._step = step
+            self._cache.turn()
         await self._training.ensure(
             index for microbatch in microbatches for index in self._sampled(step, microbatch)
         )

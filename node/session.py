@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 RETRY_LIMIT_S = 3.0
 
+_MAX_UNSENT = 1000
+"""With so many events unsent the coordinator doesn't read; more signs of life help nobody."""
+
 Commands = AsyncIterable[coordinator_pb2.Command]
 
 
@@ -200,7 +203,8 @@ class NodeSession:
                 waiting_for=holder.waiting_for(),
                 discovered_peers=self._finder.num_discovered,
             )
-            self.send(coordinator_pb2.NodeEvent(heartbeat=heartbeat))
+            if self._outbox.qsize() < _MAX_UNSENT:
+                self.send(coordinator_pb2.NodeEvent(heartbeat=heartbeat))
 
     async def _say_farewell(self) -> None:
         await self._leaving.wait()

@@ -24,7 +24,7 @@ from shoal.node.state_fetch import FetchProgress
 from shoal.node.state_pins import PinnedState, StatePins
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
-from shoal.protocol.errors import ShoalError, WrongLeaseError
+from shoal.protocol.errors import CoordinatorDiskError, ShoalError, WrongLeaseError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2, types_pb2
@@ -54,13 +54,16 @@ class StageHolder:
         send: Callable[[coordinator_pb2.NodeEvent], None],
         report: Report,
         faults: Faults = NO_FAULTS,
+        max_cache_bytes: int | None = None,
     ) -> None:
         run = membership.run
         self._run = run
         self._credentials = membership.credentials
         self._device = device
         self._boundary = parse_boundary(run.spec.pipeline.boundary)
-        self._shards = ShardCache(folder / "shards", transfer.fetch_shard)
+        self._shards = ShardCache(
+            folder / "shards", transfer.fetch_shard, max_bytes=max_cache_bytes
+        )
         self._tokens = TokenSource(run, self._shards)
         self._scratch = scratch
         self._transfer = transfer
@@ -323,5 +326,7 @@ class StageHolder:
                 await self._transfer.store_snapshot(path, stage=member.worker.spec.stage, step=step)
             finally:
                 path.unlink(missing_ok=True)
+        except CoordinatorDiskError as error:
+            self._report(f"the snapshot of step {step} was not taken: {error}")
         except _OWN_FAILURES as error:
             self.trouble(member.incarnation, error)

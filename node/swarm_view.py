@@ -7,6 +7,9 @@ from shoal.protocol.errors import FencedError, UnknownPeerError
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
+_MAX_FENCED = 1024
+"""Of the newest incarnations; older ones are not in the plan either, and so refused as well."""
+
 
 class SwarmView:
     """The newest plan. Other nodes may have heard of a newer one: `known` waits for it."""
@@ -22,7 +25,8 @@ class SwarmView:
         before = set(self._members)
         self.epoch = plan.epoch
         self._members = {Incarnation(m.incarnation): m for m in plan.members}
-        self._fenced |= {Incarnation(i) for i in plan.fenced}
+        fenced = self._fenced | {Incarnation(i) for i in plan.fenced}
+        self._fenced = set(sorted(fenced)[-_MAX_FENCED:])
         async with self._changed:
             self._changed.notify_all()
         return before - set(self._members)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that appear whole or not at all: temporary name, fsync, rename, fsync of the folder."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from shoal.protocol.disk import require_space
-from shoal.protocol.errors import StorageError
+from shoal.protocol.errors import DiskFullError, StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
 """What an interrupted write leaves behind ends so, and begins with a dot."""
@@ -83,6 +84,26 @@ class AtomicFile:
             self.discard()
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unfinished files of processes that were killed, in `folder` and below. Call it
+    before this process writes any there: in a container the killed one had the same id."""
+    for path in folder.glob(f"**/.*{TEMPORARY_SUFFIX}"):
+        pid = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2].partition("-")[0]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
 def fsync_folder(folder: Path) -> None:
     """Make renames and removals in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -97,7 +118,8 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     cause = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         remedy = f"free some space under {path.parent}, or keep it on a larger disk"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return DiskFullError(f"{path}: {cause}; {remedy}.")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"make {path.parent} writable for this user, or choose another folder"
     else:
         remedy = "check that the disk is healthy and the folder still exists"

@@ -40,6 +40,14 @@ class StorageError(ShoalError):
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class DiskFullError(StorageError):
+    """No room on a disk: it may pass, and nothing was damaged."""
+
+
+class CoordinatorDiskError(StorageError):
+    """The coordinator's disk refused what a node sent: not the node's trouble."""
+
+
 class VersionError(ShoalError):
     """Two versions of something differ: names both and the remedy."""
 

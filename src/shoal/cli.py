@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.lifeline import end_with_stdin
 from shoal.protocol.errors import ShoalError, UnreachableError
 from shoal.protocol.terminal import EXIT_INTERRUPTED, quits_on_signals
 from shoal.version import PROTOCOL_VERSION, __version__
@@ -45,7 +46,10 @@ def _common(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the release.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+    with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
 ) -> None:
+    if with_stdin:
+        end_with_stdin()
     level = logging.INFO if verbose or os.environ.get("SHOAL_LOG") == "info" else logging.WARNING
     logging.basicConfig(
         level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr

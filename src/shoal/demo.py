@@ -24,6 +24,7 @@ from shoal.compression.registry import parse_boundary
 from shoal.coordinator.dashboard.views import RunView
 from shoal.coordinator.run_folder import Live, read_live, write_file
 from shoal.demo_summary import Kill, Summary, summarize
+from shoal.lifeline import lifeline
 from shoal.protocol.errors import ConfigError, RunFailedError, ShoalError, UnreachableError
 from shoal.protocol.terminal import EXIT_INTERRUPTED, Terminal
 from shoal.status import fetch_view, human_bytes
@@ -102,8 +103,8 @@ class _Process:
         log = folder / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli", "-v", *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "shoal.cli", "-v", "--end-with-stdin", *arguments],
+                stdin=lifeline(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

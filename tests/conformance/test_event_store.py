@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator import store as store_module
+from shoal.coordinator.history import MAX_POINTS, InMemoryHistory, Totals
+from shoal.coordinator.step_row import StepRow
 from shoal.coordinator.store import (
     EventStore,
     InMemoryEventStore,
@@ -17,7 +19,8 @@ from shoal.coordinator.store import (
     StoredEvent,
     read_event_log,
 )
-from shoal.protocol.errors import StorageError
+from shoal.protocol.errors import DiskFullError, StorageError
+from shoal.protocol.ids import PeerId
 
 
 class Disk:
@@ -42,9 +45,10 @@ class Disk:
 class MemoryDisk(Disk):
     def __init__(self, folder: Path) -> None:
         self.events: list[StoredEvent] = []
+        self.history = InMemoryHistory()
 
     def open(self) -> EventStore:
-        return InMemoryEventStore(self.events)
+        return InMemoryEventStore(self.events, history=self.history)
 
     def kill(self, store: EventStore) -> None:
         pass
@@ -151,7 +155,7 @@ def test_a_full_disk_refuses_the_event_and_keeps_the_log_whole(disk: Disk) -> No
         store.append("a", {})
         store.append("b", {}, durable=False)
         disk.fill(store)
-        with pytest.raises(StorageError, match="full"):
+        with pytest.raises(DiskFullError, match="full"):
             store.append("large", {"text": "x" * 1_000_000})
         assert kinds(store) == [(1, "a"), (2, "b")]
         disk.clear(store)
@@ -179,6 +183,124 @@ def test_compaction_replaces_the_beginning_and_keeps_the_numbering(disk: Disk) -
         store.compact(5, "State", {"sum": 15})
         assert store.append("event", {}) == 6
         assert kinds(store) == [(5, "State"), (6, "event")]
+
+
+def row(step: int, **fields: object) -> StepRow:
+    values = {
+        "step": step, "time_s": step + 0.5, "loss": 3.25, "validation_loss": None,
+        "grad_norm": 1.5, "learning_rate": 1e-3, "loss_scale": 1.0, "scale_exponent": 43,
+        "num_tokens": 64, "seconds": 2.0, "boundary_bytes": 10, "reduce_bytes": 5, "counted": 8,
+        "missing": 0, "double": 0, "sums_digests": (step, (1 << 64) - 1), "weights_digests": (1, 2),
+    }  # fmt: skip
+    return StepRow(**{**values, **fields})  # type: ignore[arg-type]
+
+
+A, B = PeerId("a"), PeerId("b")
+
+
+def test_steps_that_left_the_log_are_in_the_history_for_ever(disk: Disk) -> None:
+    rows = [row(1), row(2, validation_loss=2.5, missing=1), row(3, weights_digests=())]
+    with disk.open() as store:
+        assert store.history.totals == Totals()
+        assert list(store.history.rows()) == []
+        for _ in range(6):
+            store.append("event", {})
+        store.compact(3, "State", {}, rows[:2], {A: 5, B: 1})
+        store.compact(4, "State", {}, rows[2:], {A: 2})
+    with disk.open() as store:
+        history = store.history
+        assert list(history.rows()) == rows
+        assert list(history.rows(after=2)) == rows[2:]
+        assert history.row(2) == rows[1]
+        assert history.row(9) is None
+        assert history.points() == rows
+        assert (history.slots_of(A), history.slots_of(B), history.slots_of(PeerId("c"))) == (
+            7,
+            1,
+            0,
+        )
+        assert history.totals == Totals(
+            num_steps=3, last_step=3, counted=24, missing=1, double=0, num_bytes=45,
+            first_loss=3.25, validation_loss=2.5,
+        )  # fmt: skip
+        store.append("event", {})
+        store.compact(7, "State", {}, [row(4, loss=1.0)])
+        assert history.totals.num_steps == 4
+        assert history.totals.last_step == 4
+
+
+def test_the_first_row_of_a_step_stands_but_weights_may_be_added(disk: Disk) -> None:
+    with disk.open() as store:
+        for _ in range(3):
+            store.append("event", {})
+        store.compact(1, "State", {}, [row(1, weights_digests=()), row(2)])
+        store.compact(2, "State", {}, [row(1, loss=9.0), row(2, loss=9.0, weights_digests=(8, 8))])
+        assert list(store.history.rows()) == [row(1), row(2)]
+        assert store.history.totals.num_steps == 2
+
+
+def test_any_number_of_steps_makes_a_bounded_chart_with_the_validated_ones(disk: Disk) -> None:
+    rows = [row(n, validation_loss=1.0 if n % 50 == 3 else None) for n in range(1, 5001)]
+    with disk.open() as store:
+        for n in range(0, 5000, 500):
+            store.append("event", {})
+            store.compact(store.last_sequence, "State", {}, rows[n : n + 500])
+        points = store.history.points()
+    with disk.open() as store:
+        for shown in (points, store.history.points()):
+            assert MAX_POINTS / 2 <= len(shown) <= MAX_POINTS
+            assert [r.step for r in shown] == sorted({r.step for r in shown})
+            assert sum(r.validation_loss is not None for r in shown) == 100
+            assert shown[0].step <= 8
+            assert shown[-1].step > 4990
+
+
+def test_a_full_disk_refuses_a_compaction_and_keeps_everything(disk: Disk) -> None:
+    with disk.open() as store:
+        store.append("a", {})
+        store.append("b", {}, durable=False)
+        store.append("c", {})
+        disk.fill(store)
+        with pytest.raises(DiskFullError, match="full"):
+            store.compact(2, "State", {"text": "x" * 1_000_000}, [row(1)], {A: 1})
+        assert kinds(store) == [(1, "a"), (2, "b"), (3, "c")]
+        assert store.history.totals == Totals()
+        assert store.history.row(1) is None
+        assert store.history.slots_of(A) == 0
+        disk.clear(store)
+        store.compact(2, "State", {}, [row(1)])
+        assert kinds(store) == [(2, "State"), (3, "c")]
+        assert store.history.row(1) == row(1)
+
+
+def test_what_is_held_while_the_disk_is_full_is_written_later_in_its_place(disk: Disk) -> None:
+    with disk.open() as store:
+        store.append("a", {})
+        store.append("b", {}, durable=False)
+        disk.fill(store)
+        large = {"text": "x" * 200_000}
+        with pytest.raises(DiskFullError):
+            store.append("c", large)
+        assert store.hold("c", large) == 3
+        assert store.hold("d", {}) == 4
+        with pytest.raises(DiskFullError):
+            store.flush()
+        assert kinds(store) == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+        disk.clear(store)
+        assert store.append("e", {}) == 5
+    with disk.open() as store:
+        assert kinds(store) == [(1, "a"), (2, "b"), (3, "c"), (4, "d"), (5, "e")]
+
+
+def test_not_more_is_held_than_fits_into_memory(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_HELD", 2)
+    with disk.open() as store:
+        store.hold("a", {})
+        store.hold("a", {})
+        with pytest.raises(StorageError, match="stays full"):
+            store.hold("a", {})
 
 
 def test_a_closed_store_says_so(disk: Disk) -> None:

@@ -266,6 +266,29 @@ def test_install_takes_the_cpu_build_from_its_index_and_shoal_with_the_pins() ->
     assert "--index-url" not in shoal
 
 
+def test_install_builds_outside_of_the_checkout(tmp_path: Path) -> None:
+    """A stand-in for the interpreter shows what the real one would be started with."""
+    folder = tmp_path / "installed"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(
+        '#!/bin/sh\n[ -z "$DIST_EXTRA_CONFIG" ] || cat "$DIST_EXTRA_CONFIG"\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
+    shoal = folder / "bin" / "shoal"
+    shoal.write_text("#!/bin/sh\n", encoding="utf-8")
+    shoal.chmod(0o755)
+    answer = install("cpu", str(folder), PYTHON=str(python))
+    assert answer.returncode == 0, answer.stderr
+    settings = configparser.ConfigParser()
+    settings.read_string(answer.stdout)
+    for section, name in (("build", "build_base"), ("egg_info", "egg_base")):
+        where = Path(settings[section][name])
+        assert where.is_absolute()
+        assert DEPLOY.parent not in where.parents
+        assert not where.parent.exists(), "it is removed at the end"
+
+
 def test_install_takes_the_cuda_build_from_the_ordinary_index() -> None:
     answer = install("--dry-run", "cuda", "/opt/shoal")
     assert answer.returncode == 0, answer.stderr
@@ -281,9 +304,11 @@ def test_install_refuses_what_it_does_not_understand(arguments: tuple[str, ...])
 @pytest.mark.timeout(1500)
 def test_install_makes_an_environment_that_runs(tmp_path: Path) -> None:
     folder = tmp_path / "installed"
+    before = sorted(DEPLOY.parent.iterdir())
     answer = install("cpu", str(folder), SHOAL_TORCH_INDEX="")
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert answer.stdout.rstrip().splitlines()[-1].startswith("shoal 0.1.0")
+    assert sorted(DEPLOY.parent.iterdir()) == before
     shutil.rmtree(folder)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.coordinator.conductor import Conductor
+from shoal.coordinator.history import InMemoryHistory
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.store import InMemoryEventStore, StoredEvent
@@ -114,6 +115,8 @@ class FakeSnapshots(SnapshotStore):
     """Snapshots in memory: step -> stage -> weights."""
 
     def __init__(self) -> None:
+        self.full = False
+        """Whether the disk has no room."""
         self.incoming: dict[int, dict[int, int]] = {}
         self.complete: dict[int, dict[int, int]] = {}
 
@@ -271,7 +274,7 @@ class FakeNode:
         if self.frozen:
             return []
         found: list[Callable[[], None]] = []
-        if self.session is not None and not self.session.outbox.empty():
+        if self.session is not None and self.may_obey(self.session):
             found.append(self.obey)
         if self.session is not None and self.events:
             found.append(self.report)
@@ -284,6 +287,12 @@ class FakeNode:
         if not self.mute and self.can_compute():
             found.append(self.compute)
         return found
+
+    def may_obey(self, session: Session) -> bool:
+        """As the service does it: a command is held back until what it follows from is in the
+        log, the session's end is not."""
+        queued = list(session.outbox._queue)  # type: ignore[attr-defined]
+        return bool(queued) and (queued[0] is None or self.swarm.conductor.can_announce.is_set())
 
     def report(self) -> None:
         event = self.events.popleft()
@@ -306,7 +315,7 @@ class FakeNode:
                 self.drop()
         elif kind == "plan":
             self.members = {m.incarnation: m.stage for m in command.plan.members}
-            self.fenced |= set(command.plan.fenced)
+            self.fenced = set(sorted(self.fenced | set(command.plan.fenced))[-1024:])
             self.settle_reduction()
             self.take_parked()
         elif kind == "assign":
@@ -382,6 +391,8 @@ class FakeNode:
         conductor = self.swarm.conductor
         if not conductor.expects_snapshot(self.peer_id, step, stage):
             self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "nobody asked for it")
+        elif self.swarm.snapshots.full:
+            conductor.snapshot_refused(step, "no space left; free some space.")
         elif self.swarm.snapshots.put(step, stage, weights, self.swarm.num_stages):
             conductor.snapshot_stored(step)
 
@@ -603,7 +614,8 @@ class FakeSwarm:
         self.num_stages = run.spec.pipeline.stages
         self.now_s = 1000.0
         self.disk: list[StoredEvent] = []
-        self.store = InMemoryEventStore(self.disk)
+        self.history = InMemoryHistory()
+        self.store = InMemoryEventStore(self.disk, history=self.history)
         self.snapshots = FakeSnapshots()
         self.conductor = self._conduct()
         self.nodes: dict[PeerId, FakeNode] = {}
@@ -633,7 +645,7 @@ class FakeSwarm:
         for node in self.nodes.values():
             node.session = None
             node.detach()
-        self.store = InMemoryEventStore(self.disk)
+        self.store = InMemoryEventStore(self.disk, history=self.history)
         self.conductor = self._conduct()
 
     # ---- facts ---------------------------------------------------------------------------

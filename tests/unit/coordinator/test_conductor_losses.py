@@ -3,11 +3,7 @@
 
 import pytest
 
-from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.step_runner import Phase
-from shoal.protocol.errors import StorageError
-from shoal.protocol.proto import coordinator_pb2 as pb
-from shoal.version import PROTOCOL_VERSION
 
 from .fake_swarm import FakeNode, FakeSwarm, make_run
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines
@@ -264,61 +260,3 @@ def test_after_a_restart_replicas_must_agree_on_weights_that_were_not_logged() -
     swarm.finish()
     assert "differ from the other replicas'" in lines(swarm)
     assert_undisturbed(swarm)
-
-
-@pytest.mark.parametrize("spare_bytes", range(0, 6000, 400))
-def test_a_full_disk_announces_nothing_that_is_not_in_the_log(spare_bytes: int) -> None:
-    swarm = FakeSwarm(make_run(snapshot_every=50), 4)
-    swarm.run_until(in_step(swarm))
-    used = sum(len(record.payload) for record in swarm.disk)
-    swarm.store.capacity_bytes = used + spare_bytes
-    swarm.run_until(lambda: swarm.conductor.ended)
-    if not swarm.conductor.failed:
-        return
-    assert "full" in swarm.conductor.waiting_for
-    on_disk = Conductor(swarm.run, type(swarm.store)(swarm.disk), swarm.snapshots)
-    for node in swarm.nodes.values():
-        assert node.step <= on_disk.state.step
-        assert node.done is None
-        for command in node.commands_seen:
-            if command.HasField("commit"):
-                assert command.commit.step in on_disk.state.records
-            if command.HasField("assign"):
-                assert command.assign.incarnation <= on_disk.state.last_incarnation
-    swarm.settle()
-    swarm.tick()
-    assert not swarm.conductor.sessions
-    swarm.restart()  # once there is space again
-    swarm.pass_time(2)
-    swarm.finish()
-    assert_undisturbed(swarm)
-
-
-def test_a_disk_that_is_full_when_a_node_is_lost_fails_the_run_and_raises_nothing() -> None:
-    swarm = FakeSwarm(make_run(), 4)
-    swarm.run_until(in_step(swarm))
-    swarm.store.capacity_bytes = 1
-    silent = swarm.at(0)[0]
-    silent.frozen = True
-    swarm.pass_time(15)
-    assert "can't write" in swarm.conductor.failed
-
-
-def test_a_node_that_joins_when_the_disk_is_full_is_told_to_come_again() -> None:
-    swarm = FakeSwarm(make_run(), 4)
-    swarm.run_until(in_step(swarm))
-    swarm.store.capacity_bytes = 1
-    node = swarm.at(0)[0]
-    with pytest.raises(StorageError, match="can't write"):
-        swarm.conductor.attach(node.peer_id, pb.Hello(protocol_version=PROTOCOL_VERSION))
-
-
-def test_a_soft_event_that_can_not_be_written_fails_the_run_at_the_next_tick() -> None:
-    swarm = FakeSwarm(make_run(), 4)
-    swarm.run_until(lambda: bool(swarm.conductor.state.weights_digests))
-    swarm.store.append("step_applied", {}, durable=False)
-    swarm.store.capacity_bytes = 1
-    swarm.conductor.flush()
-    assert not swarm.conductor.failed
-    swarm.conductor.tick()
-    assert "can't write" in swarm.conductor.failed

@@ -4,9 +4,12 @@
 import pytest
 
 from shoal.coordinator.dashboard.views import NodeView, RunView
+from shoal.coordinator.history import InMemoryHistory
 from shoal.coordinator.run_view import ConductorView, audit, stage_parts, steps_lost, tokens_per_s
 from shoal.coordinator.state import RunState
 from shoal.coordinator.step_runner import Phase
+from shoal.coordinator.store import StoredEvent
+from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import PeerId
 
 from .fake_swarm import FakeNode, FakeSwarm, make_run
@@ -60,11 +63,15 @@ def test_the_states_of_a_run_in_their_order() -> None:
 
 def test_a_failed_run_says_so() -> None:
     swarm = FakeSwarm(make_run(), 4)
-    swarm.store.capacity_bytes = 1
+
+    def damaged(records: list[StoredEvent]) -> None:
+        raise StorageError("the log is damaged.")
+
+    swarm.store._write = damaged  # type: ignore[method-assign]
     swarm.settle()
     swarm.run_until(lambda: swarm.conductor.ended)
     assert look(swarm).state == "failed"
-    assert "full" in look(swarm).waiting_for
+    assert "damaged" in look(swarm).waiting_for
 
 
 def test_a_run_that_has_ended_has_no_clock_any_more() -> None:
@@ -143,7 +150,7 @@ def test_recomputed_steps_are_counted_once() -> None:
 
 def test_a_hole_in_the_log_is_a_lost_step() -> None:
     state = RunState(step=4, highest_step=4, records={s: committed(s) for s in (1, 2, 4)})
-    assert steps_lost(state) == 1
+    assert steps_lost(state, InMemoryHistory()) == 1
 
 
 def test_what_is_missing_or_double_in_a_record_is_counted() -> None:

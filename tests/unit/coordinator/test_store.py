@@ -48,7 +48,7 @@ def test_another_version_is_named_and_left_unharmed(path: Path) -> None:
     execute(path, "PRAGMA user_version = 9")
     before = path.read_bytes()
     for open_log in (SqliteEventStore, read_event_log):
-        with pytest.raises(VersionError, match="version 9, this release reads 1"):
+        with pytest.raises(VersionError, match="version 9, this release reads 2"):
             open_log(path)
     assert path.read_bytes() == before
 

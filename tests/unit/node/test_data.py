@@ -299,3 +299,21 @@ async def test_run_without_enough_text_says_so(origin: Origin, cache: ShardCache
     assert source.num_validation_sequences == 0
     with pytest.raises(DataError, match="validation_fraction"):
         await source.ensure_validation([0])
+
+
+async def test_a_cache_that_is_full_keeps_what_this_step_and_the_last_one_read(
+    tmp_path: Path, origin: Origin
+) -> None:
+    run = run_of(origin, numbered(*[6] * 40), [])
+    cache = ShardCache(tmp_path / "shards", origin.fetch, max_bytes=100)
+    source = TokenSource(run, cache)
+    for step in range(1, 9):
+        await source.ensure_training(step, range(3))
+        if step > 1:
+            source.training(step - 1, 2)
+        for microbatch in range(3):
+            source.training(step, microbatch)
+    kept = sum(p.stat().st_size for p in (tmp_path / "shards").iterdir())
+    in_two_steps = 2 * 3 * 2 * 3  # steps, microbatches, rows, shards a row at most
+    assert kept <= in_two_steps * 6 * run.data.token_bytes
+    assert len(files(tmp_path)) < 40
