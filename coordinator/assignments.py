@@ -66,9 +66,14 @@ class Assignments:
 
     def is_kept(self, stage: Stage) -> bool:
         """Whether a node is on its way that will hold this stage at the run's step."""
-        step = self._log.state.step
+        step, now_s = self._log.state.step, self._log.clock()
         return any(
-            (s.stage == stage and ((s.state == "copying" and s.step == step) or s.owed_commit))
+            (
+                s.stage == stage
+                and ((s.state == "copying" and s.step == step) or s.owed_commit)
+                # One that hangs keeps nothing.
+                and now_s - s.assigned_s < recovery.join_deadline_s(s.copies)
+            )
             or (s.stage is None and self.keepable(s) == stage)
             for s in self._members.sessions.values()
         )
@@ -114,7 +119,7 @@ class Assignments:
                 memory_bytes=s.hello.hardware.memory_bytes,
             )
             for s in self._members.sessions.values()
-            if s.farewell is None
+            if s.farewell is None and self._log.clock() >= s.rests_until_s
         ]
         placement = place(
             nodes, self._needs, current=current, wanted_replicas=self._wanted_replicas

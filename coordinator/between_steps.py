@@ -6,11 +6,11 @@ from typing import Literal
 
 from shoal.coordinator import recovery
 from shoal.coordinator.assignments import Assignments
+from shoal.coordinator.departures import Departures
 from shoal.coordinator.members import Members
 from shoal.coordinator.run_log import RunLog
-from shoal.coordinator.sessions import Session
 from shoal.coordinator.snapshot_requests import SnapshotRequests
-from shoal.coordinator.step_runner import Phase, StepRunner
+from shoal.coordinator.step_runner import StepRunner
 from shoal.protocol.spec import RunSpec
 
 Outcome = Literal["go on", "finished", "stopped"]
@@ -33,6 +33,9 @@ class BetweenSteps:
         self._runner = runner
         self._assignments = assignments
         self._requests = requests
+        self._departures = Departures(
+            log, members=members, runner=runner, assignments=assignments, requests=requests
+        )
 
     def advance(self, *, stopping: bool) -> Outcome:
         """Raises `StorageError`, or `RunFailedError` when recomputed weights differ from the
@@ -54,32 +57,9 @@ class BetweenSteps:
     def _is_complete(self) -> bool:
         return self._log.state.step >= self._spec.steps
 
-    # ---- leaving -------------------------------------------------------------------------
-
     def let_go(self) -> None:
-        """Nodes that said farewell leave, once their share of the step is done, and unless they
-        are a stage's last: then another node takes over, or a snapshot is stored, first."""
-        for session in list(self._members.sessions.values()):
-            if session.farewell is None or self._runner.participates(session):
-                continue
-            if self._is_needed(session):
-                if self._runner.phase is Phase.BETWEEN:
-                    self._requests.ask()
-            else:
-                self._runner.let_go(session, session.farewell)
-
-    def _is_needed(self, session: Session) -> bool:
-        """Whether the run's state of a stage would be lost with this node."""
-        if session.stage is None or self._requests.is_stored(self._log.state.step):
-            return False
-        if session.state == "copying":
-            holds = session.keeps
-        else:
-            holds = not self._assignments.is_stale(session)
-        return holds and all(
-            other is session or other.farewell is not None
-            for other in self._members.holders(session.stage)
-        )
+        """Nodes that said farewell leave, once nothing is lost with them or their time is up."""
+        self._departures.see_off()
 
     # ---- opening -------------------------------------------------------------------------
 

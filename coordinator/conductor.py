@@ -242,6 +242,7 @@ class Conductor:
                 self._runner.end(session, reason)
                 if session.is_deaf:
                     session.cut()
+            self._runner.take_out_mute()
 
     # ---- operator ------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 """The books of one step: leases, receipts, reduce rounds, prepares. Pure; no clock, no I/O.
 
 Invariants (docs/architecture.md): a (microbatch, stage) has one holder at a time; a lease moves
-only because its holder was fenced; a gradient counts through the receipt of its holder; a stage is
-summed up once its receipts cover every microbatch; a step commits once every participant that is
-left has prepared equal sums.
+only because its holder was fenced or gave it back; a gradient counts through the receipt of its
+holder; a stage is summed up once its receipts cover every microbatch; a step commits once every
+participant that is left has prepared equal sums.
 """
 
 import math
@@ -32,6 +32,13 @@ class _StageBooks:
     rounds: int = 0
     prepared: dict[Incarnation, PreparedFacts] = field(default_factory=dict)
     done: int = 0  # receipts of training microbatches
+    leaving: set[Incarnation] = field(default_factory=set)  # get no work that others can do
+
+    @property
+    def takers(self) -> dict[Incarnation, float]:
+        """Replicas that may be given work, and their speeds."""
+        staying = {who: speed for who, speed in self.replicas.items() if who not in self.leaving}
+        return staying or self.replicas
 
     def cancel_round(self) -> None:
         self.round = None
@@ -71,7 +78,7 @@ class StepLedger:
         self.receipts: dict[Slot, ReceiptFacts] = {}
         self._withdrawn: dict[Slot, ReceiptFacts] = {}
         self.moved_last: dict[Slot, Incarnation] = {}
-        """Slots that the last `fence` moved, and to whom."""
+        """Slots that the last `fence` or `release` moved, and to whom."""
         for stage, books in self._stages.items():
             routes = spread(self._microbatches, books.replicas)
             self._holders.update({(m, stage): who for m, who in routes.items()})
@@ -280,6 +287,39 @@ class StepLedger:
         self.moved_last = {slot: self._holders[slot]}
         return self._tell({slot})
 
+    # ---- nodes that leave ----------------------------------------------------------------
+
+    def release(
+        self, who: Incarnation, microbatches: Iterable[int]
+    ) -> dict[Incarnation, list[Lease]]:
+        """A participant leaves and gives back what isn't in its sums; returns leases as `fence`.
+
+        Slots that are not its own, or that have a receipt, stay where they are. Without a replica
+        that stays, the releaser is told its leases again. It gets no other work from now on, unless
+        nobody else is left.
+        """
+        stage = self._stage_of[who]
+        books = self._stages[stage]
+        books.leaving.add(who)
+        given = [
+            slot
+            for slot in ((MicrobatchId(m), stage) for m in sorted(set(microbatches)))
+            if self._holders.get(slot) == who and slot not in self.receipts
+        ]
+        self.moved_last = {}
+        if who in books.takers:
+            return {who: [self._lease(slot) for slot in given]} if given else {}
+        self._move(given, books, books.takers)
+        self.moved_last = {slot: self._holders[slot] for slot in given}
+        return self._tell(set(given))
+
+    def is_idle(self, who: Incarnation) -> bool:
+        """Whether nothing of the step is with a participant: losing it costs nothing."""
+        if not self.participates(who):
+            return True
+        books = self._stages[self._stage_of[who]]
+        return books.round is None and who not in self._holders.values()
+
     # ---- loss of nodes -------------------------------------------------------------------
 
     def fence(self, lost: Iterable[Incarnation]) -> dict[Incarnation, list[Lease]]:
@@ -322,7 +362,7 @@ class StepLedger:
                 books.cancel_round()
             frozen = books.round is not None
             orphans = [s for s in held_by_lost if not (frozen and s in self.receipts)]
-            self._move(orphans, books, books.replicas)
+            self._move(orphans, books, books.takers)
             moved |= set(orphans)
         return moved
 

@@ -49,6 +49,15 @@ class Members:
     def uncovered(self) -> list[Stage]:
         return [stage for stage in self.stages if not self.holders(stage)]
 
+    def spares(self) -> list[Session]:
+        """Nodes without a stage that could take one."""
+        now_s = self._log.clock()
+        return [
+            s
+            for s in self.sessions.values()
+            if s.state == "attached" and s.farewell is None and now_s >= s.rests_until_s
+        ]
+
     def check_own(self, session: Session, incarnation: int) -> None:
         """Raises `FencedError` when a node speaks as an incarnation that it isn't."""
         if not session.incarnation or incarnation != session.incarnation:

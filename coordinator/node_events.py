@@ -10,7 +10,12 @@ from shoal.coordinator.members import Members
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.step_runner import Phase, StepRunner
-from shoal.protocol.errors import FencedError, MalformedFrameError, NonFiniteError
+from shoal.protocol.errors import (
+    FencedError,
+    MalformedFrameError,
+    NonFiniteError,
+    TruncatedStreamError,
+)
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, Stage, display_name
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import FaultSpec
@@ -30,7 +35,7 @@ class NodeEvents:
         """Raises `FencedError` for stale events, another `ProtocolError` for impossible ones."""
         match event.WhichOneof("event"):
             case "heartbeat":
-                session.heartbeat = event.heartbeat
+                session.beat(event.heartbeat)
             case "ready":
                 self._on_ready(session, event.ready)
             case "receipt":
@@ -43,6 +48,8 @@ class NodeEvents:
                 self._on_trouble(session, event.trouble)
             case "farewell":
                 self._on_farewell(session, event.farewell)
+            case "release":
+                self._on_release(session, event.release)
             case unexpected:
                 raise MalformedFrameError(f"unexpected event {unexpected}")
 
@@ -97,6 +104,7 @@ class NodeEvents:
             raise FencedError(f"applied step {step}, in which it takes no part")
         session.step, session.weights_digest = step, applied.weights_digest
         session.owed_commit = False
+        self._runner.watch.applied(session, self._log.clock())
         self._runner.progressed()
 
     # ---- the step ------------------------------------------------------------------------
@@ -121,8 +129,11 @@ class NodeEvents:
         if opened.ledger.record_receipt(facts):
             self._compare(session, facts, opened.ledger.contradicts(facts))
             self._runner.progressed()
+            session.mutes = 0
+            session.moved()
             if not opened.ledger.is_validation(receipt.microbatch):
                 session.busy.append(sane(receipt.busy_s))
+                session.pace.append(sane(receipt.busy_s))
 
     def _compare(self, session: Session, receipt: ReceiptFacts, other: Incarnation | None) -> None:
         """A slot was computed again with other bits: one of the two nodes is of another kernel
@@ -156,6 +167,7 @@ class NodeEvents:
             )
         )
         if counts:
+            self._runner.watch.summed(session, self._log.clock())
             self._runner.progressed()
 
     def _on_bad_sums(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
@@ -216,7 +228,8 @@ class NodeEvents:
         if peer is None or peer is session:
             return
         now_s, links = self._log.clock(), self._runner.links
-        lasts = links.report(session.incarnation, peer.incarnation, now_s)
+        broke = trouble.error == TruncatedStreamError.__name__  # for the first time in a row
+        lasts = not broke and links.report(session.incarnation, peer.incarnation, now_s)
         if not lasts and peer.silent_s(now_s) <= 3 * self._fault.heartbeat_s:
             return
         replaceable = [
@@ -233,6 +246,22 @@ class NodeEvents:
 
     def _on_farewell(self, session: Session, farewell: coordinator_pb2.Farewell) -> None:
         session.farewell = farewell.reason[:_MAX_TEXT] or "its owner stopped it"
+        within = ""
+        if grace_s := sane(farewell.grace_s):
+            session.grace_s, session.leave_by_s = grace_s, self._log.clock() + grace_s
+            within = f" within {grace_s:.0f} s"
         if session.state == "ready":
             session.state = "leaving"
-        self._log.say("leaving", f"{session.name} leaves: {session.farewell}")
+        self._log.say("leaving", f"{session.name} leaves{within}: {session.farewell}")
+
+    def _on_release(self, session: Session, release: coordinator_pb2.Release) -> None:
+        self._members.check_own(session, release.incarnation)
+        opened = self._runner.opened
+        if opened is None or not self._runner.is_open(release.step, release.attempt):
+            raise FencedError(f"released leases of step {release.step}, {release.attempt}")
+        ledger = opened.ledger
+        if len(release.microbatches) > ledger.num_microbatches + ledger.num_validation:
+            raise MalformedFrameError(
+                f"releases {len(release.microbatches)} microbatches of a step that has fewer"
+            )
+        self._runner.release(session, release.microbatches)

@@ -243,7 +243,7 @@ class ConductorView:
                 memory_bytes=s.heartbeat.memory_bytes,
                 bytes_sent=s.heartbeat.bytes_sent,
                 bytes_received=s.heartbeat.bytes_received,
-                waiting_for="" if gone else s.placement or s.heartbeat.waiting_for,
+                waiting_for="" if gone else _waits_for(s),
                 contributed_microbatches=contributed[s.peer_id],
                 contributed_share=contributed[s.peer_id] / total,
                 last_seen_s=s.last_heartbeat_s,
@@ -264,6 +264,11 @@ class ConductorView:
             if ledger is not None and ledger.participates(session.incarnation):
                 return "training"
         return session.state
+
+
+def _waits_for(session: Session) -> str:
+    leaves = session.last_wait if session.farewell is not None else ""
+    return session.placement or leaves or session.heartbeat.waiting_for
 
 
 def _point(record: StepCommitted | StepRow) -> StepPoint:

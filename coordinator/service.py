@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -33,7 +33,7 @@ from shoal.protocol.errors import (
 from shoal.protocol.identity import verify_join_request
 from shoal.protocol.ids import display_name
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
-from shoal.protocol.rpc import abort_with, peer_id_from_context
+from shoal.protocol.rpc import DEADLINE_S, abort_with, peer_id_from_context
 from shoal.protocol.state_file import chunks
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ _MAX_EVENT_BYTES = 1 << 20
 _JOINS_PER_MINUTE = 600
 
 Context = grpc.aio.ServicerContext[Any, Any]
+M = TypeVar("M")
 
 
 class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
@@ -124,7 +125,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         try:
             peer_id = peer_id_from_context(context)
             events = aiter(request_iterator)
-            first = await anext(events, None)
+            first = await _first(events)
             if first is None or not first.HasField("hello"):
                 raise MalformedFrameError("a session begins with Hello")
             if len(self._conductor.sessions) >= MAX_SESSIONS:
@@ -226,7 +227,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.SnapshotReceipt:
         peer_id = peer_id_from_context(context)
         incoming = aiter(messages)
-        first = await anext(incoming, None)
+        first = await _first(incoming)
         if first is None or not first.HasField("snapshot"):
             raise MalformedFrameError("a snapshot begins with the step and stage that it is of")
         step, stage = first.snapshot.step, first.snapshot.stage
@@ -257,6 +258,16 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         if complete:
             self._conductor.snapshot_stored(step)
         return coordinator_pb2.SnapshotReceipt(step=step, stage=stage)
+
+
+async def _first(messages: AsyncIterator[M]) -> M | None:
+    """A stream's first message; None when it ends without one. Raises `MalformedFrameError` when
+    it doesn't come, so that nobody holds a call open for nothing."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise MalformedFrameError(f"the call sent nothing within {DEADLINE_S:.0f} s") from None
 
 
 async def _read_chunks(path: Path) -> AsyncIterator[peer_pb2.StateChunk]:

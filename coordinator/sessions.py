@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.coordinator.transfers import Transfer, Version
+from shoal.protocol.deadlines import adaptive_s
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
 SessionState = Literal["attached", "copying", "ready", "leaving"]
 
-_LEASE_DEVIATIONS = 8
 _LEASE_LIMIT = 4.0
+_MOST_BEAT_S = 2.0
 
 MAX_OUTBOX = 1000
 """Commands that wait for one node to read them; there are a handful in a step."""
@@ -28,11 +29,9 @@ def lease_timeout_s(intervals: Sequence[float], *, least_s: float) -> float:
     The median interval between its heartbeats plus eight times their median deviation, between
     `least_s` and four times that: a loaded machine beats irregularly, and slow is not dead.
     """
-    if len(intervals) < 4:
-        return 2 * least_s
-    median = statistics.median(intervals)
-    deviation = statistics.median(abs(i - median) for i in intervals)
-    return min(max(least_s, median + _LEASE_DEVIATIONS * deviation), _LEASE_LIMIT * least_s)
+    return adaptive_s(
+        intervals, least_s=least_s, most_s=_LEASE_LIMIT * least_s, unknown_s=2 * least_s
+    )
 
 
 def sane(number: float) -> float:
@@ -78,6 +77,9 @@ class Session:
     failures: int = 0
     farewell: str | None = None
     """Why the node wants to leave, once it said so."""
+    leave_by_s: float | None = None
+    """When it is gone at the latest, by the coordinator's clock."""
+    grace_s: float = 0.0
     dismissed: bool = False
     """It was let go for good."""
     placement: str = ""
@@ -95,6 +97,33 @@ class Session:
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     busy: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     """Seconds of computation per microbatch."""
+
+    # Progress in a step.
+    asked_s: float = 0.0
+    """When it was last told to do something."""
+    still_s: float = 0.0
+    """For how long its heart has beaten since it last finished something, said something new about
+    its progress, or was told to do something. Silence doesn't count: the lease is for that."""
+    pace: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    """As `busy`, but a rest forgets nothing."""
+    mutes: int = 0
+    """How often in a row it was taken out for finishing nothing."""
+    rests_until_s: float = 0.0
+    """Until then it gets no stage."""
+
+    def moved(self) -> None:
+        self.still_s = 0.0
+
+    def asked(self, now_s: float) -> None:
+        self.asked_s, self.still_s = now_s, 0.0
+
+    def beat(self, heartbeat: coordinator_pb2.Heartbeat) -> None:
+        """Call `heard` first."""
+        if heartbeat.progress != self.heartbeat.progress:
+            self.moved()
+        elif self.intervals:
+            self.still_s += min(max(0.0, self.intervals[-1]), _MOST_BEAT_S)
+        self.heartbeat = heartbeat
 
     def send(self, **command: object) -> None:
         if self.outbox.qsize() >= MAX_OUTBOX:

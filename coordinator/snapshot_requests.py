@@ -8,6 +8,7 @@ from shoal.protocol.proto import coordinator_pb2
 
 _KEPT = 2
 _MAX_ASKED = 8
+_LEAST_HANDOVER_S = 5.0
 _DEADLINE_S = 900.0
 """After this, another holder is asked too."""
 
@@ -22,6 +23,7 @@ class SnapshotRequests:
         self._snapshots = desk.snapshots
         self._every = every
         self._asked: dict[int, dict[Stage, tuple[Incarnation, float]]] = {}
+        self._took_s: float | None = None
         self.wanted = False
         """Whether to store one at the next opportunity, due or not."""
         self.trouble = ""
@@ -33,6 +35,10 @@ class SnapshotRequests:
     def is_stored(self, step: int) -> bool:
         """The state at step 0 needs no snapshot."""
         return not step or step in self._snapshots.complete_steps()
+
+    def handover_s(self) -> float | None:
+        """How long to allow for storing a stage: three times what the last snapshot took."""
+        return None if self._took_s is None else max(_LEAST_HANDOVER_S, 3 * self._took_s)
 
     def ask_if_due(self) -> None:
         """Between steps."""
@@ -123,7 +129,9 @@ class SnapshotRequests:
     def stored(self, step: int) -> None:
         """The store has every stage's state at `step`. Raises `StorageError`."""
         self.trouble = ""
-        self._asked.pop(step, None)
+        asked = self._asked.pop(step, {})
+        if asked:
+            self._took_s = self._log.clock() - min(asked_s for _, asked_s in asked.values())
         self._forget_old(step)
         if step > self._log.state.snapshot_step:
             self._log.record(SnapshotStored(time_s=self._log.clock(), step=step))

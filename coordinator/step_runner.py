@@ -13,11 +13,13 @@ from shoal.coordinator.broken_links import BrokenLinks
 from shoal.coordinator.ledger import StepLedger
 from shoal.coordinator.ledger_facts import Dissent, Lease, Slot
 from shoal.coordinator.members import Members
+from shoal.coordinator.mute import Debtor, holding_up, mute, rest_s
 from shoal.coordinator.numbers_desk import NumbersDesk
 from shoal.coordinator.open_step import OpenStep, num_validation, outvoted, stalled, step_record
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.state import StepApplied, StepOpened
+from shoal.coordinator.watch import StepWatch
 from shoal.protocol.errors import RunFailedError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.faults import Moment
@@ -27,9 +29,6 @@ from shoal.protocol.schedule import credits_per_sender, in_flight_window
 from shoal.protocol.spec import ResolvedRun
 
 log = logging.getLogger(__name__)
-
-STALL_S = 10.0
-"""A step without progress for so long says whom it waits for."""
 
 _MAX_TIES = 3
 
@@ -48,12 +47,12 @@ class StepRunner:
         self.phase = Phase.BETWEEN
         self.opened: OpenStep | None = None
         """The step that is open or being applied."""
-        self.links = BrokenLinks(patience_s=run.spec.fault.lease_s)
+        self.links = BrokenLinks(lease_s=run.spec.fault.lease_s)
         self._run = run
         self._log = log_
         self._members = members
         self._faults = faults
-        self._progress_s = log_.clock()
+        self.watch = StepWatch(log_.clock())
         self._ties = 0
         self.numbers = NumbersDesk(log_, members, self, tokens=run.spec.tokens_per_step)
 
@@ -65,7 +64,7 @@ class StepRunner:
         return self.opened is not None and self.opened.ledger.participates(session.incarnation)
 
     def progressed(self) -> None:
-        self._progress_s = self._log.clock()
+        self.watch.progressed(self._log.clock())
 
     # ---- opening -------------------------------------------------------------------------
 
@@ -98,12 +97,14 @@ class StepRunner:
             loss_scale=scale.loss_scale,
         )
         self.phase = Phase.STEP
-        self.links = BrokenLinks(patience_s=spec.fault.lease_s)
-        self.progressed()
+        self.links.forget_all()
+        now_s = self._log.clock()
+        self.watch.opened(now_s)
         members.send_plan()
         for stage, group in holders.items():
             for session in group:
                 session.last_wait = ""
+                session.asked(now_s)
                 session.send(step_open=self._step_open(session.incarnation, stage, len(group)))
         self._log.changed()
 
@@ -145,18 +146,37 @@ class StepRunner:
         self._members.send_plan()
         if self.phase is not Phase.STEP or opened.ledger.empty_stages():
             return ""  # being applied, or about to be abandoned
-        self._tell(opened, told)
+        moved = self._tell(opened, told)
+        return f"; {_listed(moved, 'rerouted to')}" if moved else ""
+
+    def release(self, session: Session, microbatches: Sequence[int]) -> None:
+        """A node that leaves gave leases of the open step back: others go on with them."""
+        opened = self.opened
+        if opened is None or not self.participates(session):
+            return
+        if moved := self._tell(opened, opened.ledger.release(session.incarnation, microbatches)):
+            self._log.say("released", f"{session.name} hands over {_listed(moved)}")
+
+    def is_idle(self, session: Session) -> bool:
+        """Whether a participant of the open step has nothing of it."""
+        opened = self.opened
+        return opened is None or opened.ledger.is_idle(session.incarnation)
+
+    def _tell(self, opened: OpenStep, told: Mapping[Incarnation, Sequence[Lease]]) -> Counter[str]:
+        """Send new leases; returns how many moved to whom, for people."""
+        self.progressed()
+        for incarnation, leases in told.items():
+            holder = self._members.by_incarnation(incarnation)
+            if holder is not None:
+                update = commands.lease_update(opened.step, opened.attempt, leases)
+                holder.asked(self._log.clock())
+                holder.send(leases=update)
         taken: Counter[str] = Counter()
         for who in opened.ledger.moved_last.values():
             holder = self._members.by_incarnation(who)
             if holder is not None:
                 taken[holder.name] += 1
-        if not taken:
-            return ""
-        return "; " + ", ".join(
-            f"{count} microbatch{'es' * (count > 1)} rerouted to {name}"
-            for name, count in taken.items()
-        )
+        return taken
 
     def move(self, slot: Slot, to: Iterable[Incarnation]) -> str:
         """Lease a microbatch that its holder gave back to somebody of `to`; returns whose it is."""
@@ -165,14 +185,6 @@ class StepRunner:
         self._tell(opened, opened.ledger.move(slot, to))
         holder = self._members.by_incarnation(opened.ledger.holder(*slot))
         return holder.name if holder is not None else "nobody"
-
-    def _tell(self, opened: OpenStep, told: Mapping[Incarnation, Sequence[Lease]]) -> None:
-        self.progressed()
-        for incarnation, leases in told.items():
-            holder = self._members.by_incarnation(incarnation)
-            if holder is not None:
-                update = commands.lease_update(opened.step, opened.attempt, leases)
-                holder.send(leases=update)
 
     def take_out(
         self, session: Session, reason: str, *, kind: str = "fenced", still_holds: bool = False
@@ -226,6 +238,7 @@ class StepRunner:
             for part in command.parts:
                 session = self._members.by_incarnation(part.incarnation)
                 if session is not None:
+                    session.asked(self._log.clock())
                     session.send(reduce=command)
         if ledger.committable():
             self._commit(opened)
@@ -272,15 +285,12 @@ class StepRunner:
         self.progressed()
         for session in self._members.sessions.values():
             if session.stage is not None and self.participates(session):
+                session.asked(self._log.clock())
                 session.send(commit=commands.commit(record, session.stage))
         self._log.changed()
 
     def _advance_applying(self) -> None:
-        late = [
-            s.name
-            for s in self._members.sessions.values()
-            if self.participates(s) and s.step < self._log.state.step
-        ]
+        late = [s.name for s in self._late()]
         if late:
             self._wait(f"{', '.join(late)} has yet to apply step {self._log.state.step}")
             return
@@ -320,8 +330,69 @@ class StepRunner:
 
     def _wait(self, reason: str) -> None:
         """Work is under way: only when it takes long is there something to say."""
-        stalls = self._log.clock() - self._progress_s > STALL_S
-        self._log.wait(reason if stalls else "")
+        now_s = self._log.clock()
+        if not self.watch.stalls(now_s):
+            self._log.wait("")
+            return
+        debtor = holding_up(self._debtors())
+        session = self._members.by_incarnation(debtor.incarnation) if debtor else None
+        if debtor is not None and session is not None and session.stage is not None:
+            if self._is_only(session):
+                reason += f"; {session.name} goes on, or one more node joins and takes its place"
+            else:
+                reason += (
+                    f"; {session.name} goes on, or is taken out when it has finished nothing for "
+                    f"{debtor.patience_s:.0f} s"
+                )
+        self._log.wait(reason)
+
+    def _is_only(self, session: Session) -> bool:
+        assert session.stage is not None, "it takes part"
+        return not set(self._members.holders(session.stage)) - {session}
+
+    def take_out_mute(self) -> None:
+        """Fence who holds up the step although its heart beats. A stage's only holder stays, unless
+        another node is free to take its place. Raises `StorageError`."""
+        for incarnation in mute(self._debtors()):
+            session = self._members.by_incarnation(incarnation)
+            if session is None or not self.participates(session) or session.stage is None:
+                continue
+            only = self._is_only(session)
+            if only and not self._members.spares():
+                continue
+            now_s = self._log.clock()
+            session.mutes += 1
+            session.rests_until_s = now_s + rest_s(session.mutes)
+            self.take_out(
+                session,
+                f"its heart beats, but it has finished nothing for {session.still_s:.0f} s; "
+                f"it is tried again in {rest_s(session.mutes):.0f} s",
+                kind="mute",
+                still_holds=not only and self.phase is Phase.STEP,
+            )
+            session.placement = (
+                f"it finished nothing for too long, and rests for {rest_s(session.mutes):.0f} s"
+            )
+            return  # the others may go on now
+
+    def _debtors(self) -> list[Debtor]:
+        if self.phase is Phase.STEP and self.opened is not None:
+            return self.watch.computing(self.opened.ledger, self._members)
+        return self.watch.applying(self._late()) if self.phase is Phase.APPLYING else []
+
+    def _late(self) -> list[Session]:
+        """Participants that have yet to apply the step."""
+        step = self._log.state.step
+        return [
+            s for s in self._members.sessions.values() if self.participates(s) and s.step < step
+        ]
 
     def _names(self) -> dict[Incarnation, str]:
         return {s.incarnation: s.name for s in self._members.sessions.values() if s.incarnation}
+
+
+def _listed(moved: Mapping[str, int], how: str = "to") -> str:
+    """ "2 microbatches to fox, 1 microbatch to owl"."""
+    return ", ".join(
+        f"{count} microbatch{'es' * (count > 1)} {how} {name}" for name, count in moved.items()
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands for whoever lends a GPU: join."""
+"""Commands for whoever lends a GPU: join, and finish for a daemon that runs."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from shoal.node.config import NodeConfig, default_folder
-from shoal.protocol.errors import AdmissionError, ConfigError
+from shoal.node.daemon_file import FINISH_SIGNAL
+from shoal.node.finish import finish
+from shoal.protocol.errors import AdmissionError, ConfigError, HandOverError
 from shoal.protocol.fault_injector import FAULTS_VARIABLE, Faults, faults_from
 from shoal.protocol.join_link import MAX_LINK_CHARS, JoinLink
 from shoal.protocol.spec import parse_spec
@@ -48,7 +50,8 @@ def join_command(
     max_memory_gb: Annotated[float | None, typer.Option(help="Memory to use at most.")] = None,
     discovery: Annotated[bool | None, typer.Option(help="Take part in the DHT.")] = None,
     grace_s: Annotated[
-        float | None, typer.Option(help="Seconds that handing over may take after Ctrl-C.")
+        float | None,
+        typer.Option("--grace-s", "--grace", help="Seconds that handing over may take at the end."),
     ] = None,
     faults: Annotated[
         Path | None, typer.Option(hidden=True, envvar=FAULTS_VARIABLE, help="For tests.")
@@ -76,6 +79,20 @@ def join_command(
         parsed = JoinLink.parse(_link_text(link, link_file, terminal))
         parsed.require_fresh(time.time())
         asyncio.run(_run(config, parsed, terminal, faults_from(faults)))
+
+
+def finish_command(
+    folder: Annotated[
+        Path | None, typer.Option(help="The daemon's folder; by default that of `shoal join`.")
+    ] = None,
+    grace_s: Annotated[
+        float | None,
+        typer.Option("--grace", "--grace-s", min=0.1, help="Seconds it may take at most."),
+    ] = None,
+) -> None:
+    """Let the node that runs here hand over its work and leave; returns when it has ended."""
+    with quits_on_signals():
+        finish(load_config({"folder": folder}, os.environ, folder).folder, grace_s, Terminal().line)
 
 
 def load_config(
@@ -125,11 +142,22 @@ async def _run(config: NodeConfig, link: JoinLink, terminal: Terminal, faults: F
             running.cancel()
             loop.call_later(_QUIT_LIMIT_S, quit_now)
 
+    def finish() -> None:
+        if not daemon.finish():
+            running.cancel()
+
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
+    # Before the daemon takes its folder's lock, without which nobody sends this signal.
+    loop.add_signal_handler(FINISH_SIGNAL, finish)
     with terminal.live(daemon.status_line):
         try:
             await running
+            if not daemon.handed_over:
+                raise HandOverError(
+                    "left without handing over, so the run computes again what only this node "
+                    "held; a longer --grace gives the others more time"
+                )
             return
         except asyncio.CancelledError:
             pass

@@ -4,8 +4,10 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -13,6 +15,7 @@ from typing import IO
 from shoal.node.admission import Membership, join
 from shoal.node.certificate import keep_renewed
 from shoal.node.config import NodeConfig
+from shoal.node.daemon_file import LOCK_FILE, own_record, take_request, write_record
 from shoal.node.finder import Finder
 from shoal.node.hardware import Device, probe
 from shoal.node.pace import Pace
@@ -22,7 +25,7 @@ from shoal.node.stage_holder import Report, StageHolder
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.atomic_file import remove_leftovers, storage_error
-from shoal.protocol.errors import CapacityError, ProtocolError
+from shoal.protocol.errors import CapacityError, ProtocolError, StorageError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.identity import NodeIdentity
 from shoal.protocol.ids import PeerId, display_name
@@ -32,7 +35,10 @@ from shoal.protocol.rpc import create_server, serve_secure
 from shoal.protocol.task_scope import TaskScope
 from shoal.protocol.wire import add_peer_servicer
 
+log = logging.getLogger(__name__)
+
 _GOODBYE_S = 0.2
+_SAY_S = 0.5
 
 
 class NodeDaemon:
@@ -52,6 +58,7 @@ class NodeDaemon:
         self._session: NodeSession | None = None
         self._holder: StageHolder | None = None
         self._num_steps = 0
+        self._record = own_record(self.name)
 
     @property
     def name(self) -> str:
@@ -68,6 +75,8 @@ class NodeDaemon:
         if session is None or holder is None:
             return f"{self.name}: joining {self._link.run_id}"
         parts = [self.name]
+        if session.is_leaving:
+            parts.append(f"leaving, at most {session.grace_left_s:.0f} s more")
         if holder.stage is not None:
             parts += [f"stage {holder.stage}", f"step {holder.committed_step} of {self._num_steps}"]
         if holder.microbatches_per_s:
@@ -78,11 +87,46 @@ class NodeDaemon:
             parts.append(f"waits for {waits}")
         return " · ".join(parts)
 
-    def leave(self) -> None:
-        """Finish what is held, hand it over, and end. Call once it `is_attached`."""
+    @property
+    def handed_over(self) -> bool:
+        """Once it has ended: whether all that it held is kept elsewhere."""
+        return self._session is None or self._session.handed_over
+
+    def leave(self, grace_s: float | None = None) -> None:
+        """Hand over what is held within the grace, and end. Call once it `is_attached`."""
         assert self._session is not None
-        self._report("leaving: finishing this step first; press Ctrl-C again to quit at once")
-        self._session.leave()
+        if not self._session.is_leaving:
+            self._session.leave(grace_s)
+            self._report(
+                f"leaving: handing over first, for {self._session.grace_left_s:g} s at most; "
+                "press Ctrl-C again to quit at once"
+            )
+
+    def finish(self) -> bool:
+        """`shoal node finish` asks. Returns whether it `is_attached`, so that it leaves now."""
+        request = take_request(self._config.folder, self._record)
+        if self.is_attached:
+            self.leave(request.grace_s if request else None)
+        return self.is_attached
+
+    async def _tell_while_leaving(self, session: NodeSession) -> None:
+        """For whoever waits in another terminal for this daemon to end."""
+        await session.leaving()
+        leave_by_s, said = time.time() + session.grace_left_s, ""
+        while True:
+            if (doing := self.status_line()) != said:
+                said = doing
+                self._record = self._record.model_copy(
+                    update={"doing": doing, "leave_by_s": leave_by_s}
+                )
+                await asyncio.to_thread(self._write_record)
+            await asyncio.sleep(_SAY_S)
+
+    def _write_record(self) -> None:
+        try:
+            write_record(self._config.folder, self._record)
+        except StorageError as error:  # a full disk: only `shoal node finish` knows less
+            log.warning("%s", error)
 
     async def run(self) -> None:
         """Raises `ShoalError` when the node can't take part."""
@@ -90,6 +134,7 @@ class NodeDaemon:
         with (
             _one_daemon(config.folder),
             _scratch(config.folder) as scratch,
+            self._recorded(),
         ):
             try:
                 async with TaskScope() as tasks:
@@ -105,6 +150,20 @@ class NodeDaemon:
                     await self._serve(membership, await probing, scratch, tasks)
             finally:
                 await self._finder.close()
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Says in the folder who this is, and at the end whether it has handed over."""
+        self._write_record()
+        handed_over = False
+        try:
+            yield
+            handed_over = self.handed_over
+        finally:
+            # One that never attached had nothing to hand over, whatever ended it.
+            handed_over = handed_over or not self.is_attached
+            self._record = self._record.model_copy(update={"handed_over": handed_over})
+            self._write_record()
 
     async def _join(self) -> Membership:
         return await join(self._link, self._identity, self._finder.admission_addresses)
@@ -176,6 +235,7 @@ class NodeDaemon:
             )
         )
         tasks.spawn(keep_renewed(membership, lambda: session.stub))
+        tasks.spawn(self._tell_while_leaving(session))
         try:
             self._report(f"done: {await session.keep(holder)}")
         finally:
@@ -205,7 +265,7 @@ def _bad_peer(
 @contextlib.contextmanager
 def _one_daemon(folder: Path) -> Iterator[None]:
     """Raises `CapacityError` when another daemon uses the folder."""
-    path = folder / "daemon.lock"
+    path = folder / LOCK_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock: IO[str] = path.open("a+", encoding="utf-8")

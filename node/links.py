@@ -40,6 +40,9 @@ INCARNATION_METADATA = "shoal-incarnation"
 _RESENDS = 3
 """How often a tensor that arrived damaged is sent again."""
 
+_RETRY_LIMIT_S = 2.0
+"""Tries lie closer together than the coordinator's patience with a broken link."""
+
 _MAX_REASON_CHARS = 500
 
 _WORTH_RESENDING = (ChecksumError, TruncatedStreamError, MalformedFrameError)
@@ -72,14 +75,16 @@ class PeerLinks:
         on_refused: OnRefused,
         on_unreachable: OnUnreachable,
         faults: Faults = NO_FAULTS,
+        on_broken: OnUnreachable = lambda member, reason: None,
     ) -> None:
         """`on_refused` hears of refusals that sending again does not cure; `on_unreachable` of
-        every failure to deliver something after the first in a row."""
+        every failure to deliver something after the first in a row, `on_broken` of that first."""
         self._credentials = credentials
         self._incarnation = incarnation
         self._on_refused = on_refused
         self._on_unreachable = on_unreachable
         self._faults = faults
+        self._on_broken = on_broken
         self._streams: dict[tuple[Incarnation, str], _TensorStream] = {}
         self._closed = False
         self.bytes_sent = 0
@@ -113,6 +118,7 @@ class PeerLinks:
                 on_refused=self._on_refused,
                 on_unreachable=self._on_unreachable,
                 faults=self._faults,
+                on_broken=self._on_broken,
             )
         header.checksum = checksum(payload)
         self.bytes_sent += len(payload)
@@ -140,6 +146,7 @@ class _TensorStream:
     on_refused: OnRefused
     on_unreachable: OnUnreachable
     faults: Faults
+    on_broken: OnUnreachable
     _queue: deque[_Outgoing] = field(default_factory=deque)
     _pending: dict[int, _Outgoing] = field(default_factory=dict)
     _filled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,9 +189,9 @@ class _TensorStream:
             if not self._queue:
                 continue
             self._failures += 1
-            if self._failures >= 2:
-                self.on_unreachable(self.member, reason)
-            await asyncio.sleep(backoff(self._failures, rng))
+            tell = self.on_unreachable if self._failures >= 2 else self.on_broken
+            tell(self.member, reason)
+            await asyncio.sleep(backoff(self._failures, rng, limit_s=_RETRY_LIMIT_S))
 
     async def _serve(self) -> str:
         """One connection, for as long as it lasts; says why it ended."""

@@ -53,6 +53,7 @@ class ReduceInbox:
         self._round = _Round({}, over=True)
         self._closed = False
         self._changed = asyncio.Event()
+        self.num_taken = 0
 
     def admit(self, header: types_pb2.TensorHeader, sender: types_pb2.Member) -> int:
         """The payload length that the plan allows; raises a `ProtocolError` for anything else.
@@ -100,6 +101,7 @@ class ReduceInbox:
         if self._round.over:
             raise WrongStepError(f"round {self._order} was cancelled")
         self._round.seen.add(slice_key)
+        self.num_taken += 1
         self._round.arrived[slice_key] = received.payload
         self._notify()
         return True
@@ -126,6 +128,13 @@ class ReduceInbox:
                 f"slice of {num_bytes} bytes from incarnation {sender}; its part is {8 * numel}"
             )
         return slice_key
+
+    def waits_for(self) -> Incarnation | None:
+        """Whose slice the open round lacks; None when there is no such round."""
+        if self._round.over:
+            return None
+        missing = [key for key in self._round.expected if key not in self._round.seen]
+        return missing[0][2] if missing else None
 
     # ---- the node's own progress ---------------------------------------------------------
 

@@ -38,6 +38,11 @@ RETRY_LIMIT_S = 3.0
 _MAX_UNSENT = 1000
 """With so many events unsent the coordinator doesn't read; more signs of life help nobody."""
 
+AWAY_LIMIT_S = 10.0
+"""How much of its grace a leaving node that holds state waits for a coordinator that is away."""
+
+_LEAVING_RETRY_S = 0.5
+
 Commands = AsyncIterable[coordinator_pb2.Command]
 
 
@@ -72,6 +77,10 @@ class NodeSession:
         self._report = report
         self._grace_s = grace_s
         self._faults = faults
+        self._leave_by_s = 0.0
+        self._away_since_s: float | None = None
+        self.handed_over = True
+        """Whether everything that was held when the node ended is kept somewhere else."""
         self._outbox: asyncio.Queue[coordinator_pb2.NodeEvent] = asyncio.Queue()
         self._stub: CoordinatorAsyncStub | None = None
         self._answered = False
@@ -88,9 +97,27 @@ class NodeSession:
     def send(self, event: coordinator_pb2.NodeEvent) -> None:
         self._outbox.put_nowait(event)
 
-    def leave(self) -> None:
-        """Finish what is held, hand it over, and end; at once when the coordinator is away."""
-        self._leaving.set()
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving.is_set()
+
+    async def leaving(self) -> None:
+        """Returns once the node leaves."""
+        await self._leaving.wait()
+
+    def leave(self, grace_s: float | None = None) -> None:
+        """Hand over what is held, and end, within `grace_s`; by default the configured one. Said
+        again it changes nothing. A coordinator that is away gets a part of that time to return,
+        when this node holds state."""
+        if not self._leaving.is_set():
+            if grace_s is not None:
+                self._grace_s = grace_s
+            self._leave_by_s = time.monotonic() + self._grace_s
+            self._leaving.set()
+
+    @property
+    def grace_left_s(self) -> float:
+        return max(0.0, self._leave_by_s - time.monotonic())
 
     async def keep(self, holder: StageHolder) -> str:
         """Stay attached until the coordinator or the owner ends it; returns why it ended.
@@ -105,7 +132,7 @@ class NodeSession:
             while True:
                 reason = await self._attend_once(addresses[failures % len(addresses)], holder)
                 failures = 1 if self._answered else failures + 1
-                if self._leaving.is_set():
+                if self._leaving.is_set() and self._may_leave(holder):
                     return "left while the coordinator was away; it fences this node by itself"
                 self.waiting_for = "the coordinator"
                 if failures == 1:
@@ -113,9 +140,13 @@ class NodeSession:
                 else:
                     log.info("still waiting for the coordinator: %s", reason)
                 try:
-                    async with asyncio.timeout(backoff(failures, rng, limit_s=RETRY_LIMIT_S)):
-                        await self._leaving.wait()
-                    continue
+                    wait_s = backoff(failures, rng, limit_s=RETRY_LIMIT_S)
+                    if self._leaving.is_set():
+                        await asyncio.sleep(min(wait_s, _LEAVING_RETRY_S))
+                    else:
+                        async with asyncio.timeout(wait_s):
+                            await self._leaving.wait()
+                        continue
                 except TimeoutError:
                     pass
                 # Beside the retries, not between them: a table without live peers answers slowly.
@@ -129,6 +160,16 @@ class NodeSession:
             if lookup is not None:
                 lookup.cancel()
                 await asyncio.gather(lookup, return_exceptions=True)
+
+    def _may_leave(self, holder: StageHolder) -> bool:
+        """Whether to end without the coordinator. What only this node holds would be lost with it,
+        and a coordinator that restarts is back in seconds."""
+        if holder.held() is None:
+            return True
+        self.handed_over = False
+        self._away_since_s = self._away_since_s or time.monotonic()
+        waited_s = time.monotonic() - self._away_since_s
+        return waited_s >= min(AWAY_LIMIT_S, self._grace_s / 2) or not self.grace_left_s
 
     async def _attend_once(self, address: str, holder: StageHolder) -> str:
         """One session; returns why it broke."""
@@ -160,7 +201,7 @@ class NodeSession:
             parts = [
                 asyncio.create_task(self._obey_all(call, holder)),
                 asyncio.create_task(self._heartbeat(holder)),
-                asyncio.create_task(self._say_farewell()),
+                asyncio.create_task(self._say_farewell(holder)),
             ]
             try:
                 done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -202,22 +243,28 @@ class NodeSession:
                 bytes_received=self._bytes_received(),
                 waiting_for=holder.waiting_for(),
                 discovered_peers=self._finder.num_discovered,
+                progress=holder.progress(),
             )
             if self._outbox.qsize() < _MAX_UNSENT:
                 self.send(coordinator_pb2.NodeEvent(heartbeat=heartbeat))
 
-    async def _say_farewell(self) -> None:
+    async def _say_farewell(self, holder: StageHolder) -> None:
         await self._leaving.wait()
-        farewell = coordinator_pb2.Farewell(reason="its owner stopped it")
+        farewell = coordinator_pb2.Farewell(
+            reason="its owner stopped it", grace_s=self.grace_left_s
+        )
         self.send(coordinator_pb2.NodeEvent(farewell=farewell))
-        await asyncio.sleep(self._grace_s)
+        holder.release()
+        await asyncio.sleep(self.grace_left_s)
+        self.handed_over = False
         raise _Dismissed(f"nobody took over within {self._grace_s:g} s; left without handing over")
 
     # ---- commands ------------------------------------------------------------------------
 
     async def _obey_all(self, call: Commands, holder: StageHolder) -> None:
         async for command in call:
-            self._answered = True
+            self._answered = self.handed_over = True
+            self._away_since_s = None
             await self._obey(command, holder)
 
     async def _obey(self, command: coordinator_pb2.Command, holder: StageHolder) -> None:

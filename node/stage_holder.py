@@ -9,7 +9,7 @@ import asyncio
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from shoal.compression.registry import parse_boundary
@@ -61,9 +61,8 @@ class StageHolder:
         self._credentials = membership.credentials
         self._device = device
         self._boundary = parse_boundary(run.spec.pipeline.boundary)
-        self._shards = ShardCache(
-            folder / "shards", transfer.fetch_shard, max_bytes=max_cache_bytes
-        )
+        self._shards = ShardCache(folder / "shards", self._fetch_shard, max_bytes=max_cache_bytes)
+        self._num_chunks = 0
         self._tokens = TokenSource(run, self._shards)
         self._scratch = scratch
         self._transfer = transfer
@@ -82,6 +81,7 @@ class StageHolder:
         self._pins: StatePins | None = None
         self._fetching: tuple[str, FetchProgress] | None = None
         self._busy_s: deque[float] = deque(maxlen=16)
+        self._leaving = False
 
     # ---- what the peer service asks ------------------------------------------------------
 
@@ -130,6 +130,19 @@ class StageHolder:
             held.prepared_digest = self._held_sums.digest
         return held
 
+    def progress(self) -> coordinator_pb2.Progress | None:
+        """How far the present incarnation is; tokens that it has to fetch count as well."""
+        if self.member is None:
+            return None
+        progress = self.member.progress()
+        progress.done += self._num_chunks
+        return progress
+
+    async def _fetch_shard(self, sha256: str) -> AsyncIterator[bytes]:
+        async for data in self._transfer.fetch_shard(sha256):
+            self._num_chunks += 1
+            yield data
+
     # ---- commands ------------------------------------------------------------------------
 
     async def take(self, assign: coordinator_pb2.Assign) -> None:
@@ -159,6 +172,12 @@ class StageHolder:
                 await self._pins.want(command.pin)
         except _OWN_FAILURES as error:
             self.trouble(member.incarnation, error)
+
+    def release(self) -> None:
+        """The node leaves: it gives back the work that it has not begun, and begins none."""
+        self._leaving = True
+        if self.member is not None:
+            self.member.release()
 
     async def detach(self) -> None:
         """The incarnation is over; the state stays."""
@@ -231,6 +250,8 @@ class StageHolder:
             step=lambda: worker.runtime.step,
             save=lambda path, part: worker.save(path, part=part, durable=False),
         )
+        if self._leaving:
+            member.release()
         self._busy_s.clear()
         self._report(f"holding stage {assign.stage} at step {step}")
         ready = coordinator_pb2.Ready(

@@ -31,11 +31,13 @@ from shoal.protocol.errors import (
     ProtocolError,
     ReduceMismatchError,
     ShoalError,
+    TruncatedStreamError,
+    UnreachableError,
     WrongStepError,
 )
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.faults import Moment
-from shoal.protocol.ids import Incarnation, MicrobatchId
+from shoal.protocol.ids import NOBODY, Incarnation, MicrobatchId
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.rpc import Credentials
 from shoal.protocol.schedule import Task
@@ -98,11 +100,17 @@ class StageMember:
             on_refused=self._report_refused,
             on_unreachable=self._report_unreachable,
             faults=faults,
+            on_broken=lambda member, reason: self._report_unreachable(
+                member, reason, error=TruncatedStreamError.__name__
+            ),
         )
         self._step = 0
         self._attempt = 0
         self._work: Work | None = None
         self._forwards: dict[MicrobatchId, Computed] = {}  # this attempt's, for their receipts
+        self._leaving = False
+        self._given_back_late: MicrobatchId | None = None  # its forward was running
+        self._done = 0
         self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self._reduction: asyncio.Task[None] | None = None
@@ -127,6 +135,8 @@ class StageMember:
         self._work = work
         work.update_leases(_lease(lease) for lease in command.leases)
         self.boundary_inbox.open_step(command.step, command.attempt, self._deliver)
+        if self._leaving:
+            self.release()
         self._wake.set()
         self._pump = asyncio.create_task(self._compute(work), name=f"step {command.step}")
 
@@ -136,6 +146,29 @@ class StageMember:
         self._push(self._work.update_leases(_lease(lease) for lease in command.leases))
         self.boundary_inbox.leases_changed()
         self._wake.set()
+
+    def release(self) -> None:
+        """The node leaves: give back what it has not begun, now and in a step that still opens.
+        What it has summed stays with it until the step is committed."""
+        self._leaving = True
+        work = self._work
+        if work is None:
+            return
+        self._given_back_late = work.running
+        self._send_release(work.release())
+
+    def _send_release(self, microbatches: Sequence[MicrobatchId]) -> None:
+        """Sent also without any, so that the coordinator gives this node no more work."""
+        self._send(
+            coordinator_pb2.NodeEvent(
+                release=coordinator_pb2.Release(
+                    incarnation=self.incarnation,
+                    step=self._step,
+                    attempt=self._attempt,
+                    microbatches=microbatches,
+                )
+            )
+        )
 
     async def reduce(self, command: coordinator_pb2.Reduce) -> None:
         await self._cancel(self._reduction)
@@ -199,6 +232,11 @@ class StageMember:
                     await self._run_task(work, task)
                 except _NUMBERS as error:
                     await self._give_back(work, task, error)
+                self._done += 1
+                if task.microbatch == self._given_back_late:
+                    self._given_back_late = None
+                    if late := work.release(task.microbatch):
+                        self._send_release(late)
         except ShoalError as error:
             self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
         except Exception as error:  # out of memory, a failed kernel, a bug: others take the work
@@ -453,7 +491,13 @@ class StageMember:
             )
         )
 
-    def _report_unreachable(self, member: types_pb2.Member, reason: str) -> None:
+    def _report_unreachable(
+        self,
+        member: types_pb2.Member,
+        reason: str,
+        *,
+        error: str = UnreachableError.__name__,
+    ) -> None:
         self._send(
             coordinator_pb2.NodeEvent(
                 trouble=coordinator_pb2.Trouble(
@@ -461,7 +505,7 @@ class StageMember:
                     incarnation=self.incarnation,
                     peer_incarnation=member.incarnation,
                     peer_id=member.peer_id,
-                    error="UnreachableError",
+                    error=error,
                     detail=reason[:500],
                     step=self._step,
                 )
@@ -479,6 +523,15 @@ class StageMember:
                     step=self._step,
                 )
             )
+        )
+
+    def progress(self) -> coordinator_pb2.Progress:
+        """How far this incarnation is; changes whenever it has finished something."""
+        waits_for = self.reduce_inbox.waits_for()
+        if waits_for is None:
+            waits_for = self._work.lacks() if self._work is not None else NOBODY
+        return coordinator_pb2.Progress(
+            done=self._done + self.reduce_inbox.num_taken, waits_for=waits_for
         )
 
     def queue_depth(self) -> int:

@@ -66,6 +66,7 @@ class StepWork(Generic[P, T]):
         self._window = window
         self._credits = credits
         self._slots: dict[MicrobatchId, _Slot[P, T]] = {}
+        self._released: dict[MicrobatchId, _Slot[P, T]] = {}
         self._running: MicrobatchId | None = None
 
     def is_validation(self, microbatch: int) -> bool:
@@ -81,7 +82,9 @@ class StepWork(Generic[P, T]):
         for lease in leases:
             slot = self._slots.get(lease.microbatch)
             if slot is None:
-                self._slots[lease.microbatch] = _Slot(lease)
+                slot = self._released.pop(lease.microbatch, None)
+                self._slots[lease.microbatch] = slot or _Slot(lease)
+            if slot is None:
                 continue
             before, slot.lease = slot.lease, lease
             if lease.downstream != before.downstream:
@@ -89,6 +92,27 @@ class StepWork(Generic[P, T]):
             if lease.upstream != before.upstream:
                 pushes += self._push_input_gradient(slot)
         return pushes
+
+    @property
+    def running(self) -> MicrobatchId | None:
+        """What is computed now."""
+        return self._running
+
+    def release(self, only: MicrobatchId | None = None) -> list[MicrobatchId]:
+        """Give leases back, all or one: those that are not in the sums and not being computed.
+        Returns them. What has arrived for them is kept, in case they come back.
+        """
+        given = [
+            microbatch
+            for microbatch, slot in self._slots.items()
+            if only in (None, microbatch)
+            and microbatch != self._running
+            and not slot.backward_done
+            and not (slot.forward_done and self.is_validation(microbatch))
+        ]
+        for microbatch in given:
+            self._released[microbatch] = self._slots.pop(microbatch)
+        return given
 
     def receive(
         self,
@@ -207,6 +231,21 @@ class StepWork(Generic[P, T]):
             self._is_ready(slot) or (slot.output_gradient is not None and not slot.backward_done)
             for slot in self._slots.values()
         )
+
+    def lacks(self) -> Incarnation:
+        """Whose tensor would let this node go on; nobody's while it computes, can compute, or has
+        nothing left to do.
+
+        A gradient before an activation: whoever follows such answers from node to node comes to
+        the one that holds up the step, and in a circle only where a tensor was lost on its way.
+        """
+        if self._running is not None:
+            return NOBODY
+        if self.next_task() is not None:
+            self._running = None
+            return NOBODY
+        waits = sorted(self.waits_for(), key=lambda wait: (wait[0] == "forward", wait[1]))
+        return waits[0][2] if waits else NOBODY
 
     def waits_for(self) -> list[tuple[str, MicrobatchId, Incarnation]]:
         """(direction, microbatch, neighbour) of every tensor that is still to come."""

@@ -82,6 +82,12 @@ class RunFailedError(ShoalError):
     exit_code = 9
 
 
+class HandOverError(ShoalError):
+    """A node left before others had what only it held."""
+
+    exit_code = 12
+
+
 # ---- the wire ----------------------------------------------------------------------------
 
 

@@ -263,6 +263,7 @@ class NodeEvent(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
     FAREWELL_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     PROMOTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
@@ -281,6 +282,8 @@ class NodeEvent(_message.Message):
     @_builtins.property
     def farewell(self) -> Global___Farewell: ...
     @_builtins.property
+    def release(self) -> Global___Release: ...
+    @_builtins.property
     def promoted(self) -> Global___Promoted: ...
     def __init__(
         self,
@@ -293,13 +296,14 @@ class NodeEvent(_message.Message):
         applied: Global___Applied | None = ...,
         trouble: Global___Trouble | None = ...,
         farewell: Global___Farewell | None = ...,
+        release: Global___Release | None = ...,
         promoted: Global___Promoted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "trouble", b"trouble"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "trouble", b"trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "promoted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "release", "promoted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -438,6 +442,7 @@ class Heartbeat(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     DISCOVERED_PEERS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     queue_depth: _builtins.int
     """Forward and backward tasks that wait for the processor."""
     microbatches_per_s: _builtins.float
@@ -450,6 +455,10 @@ class Heartbeat(_message.Message):
     """What the node waits for, in plain words; empty when busy."""
     discovered_peers: _builtins.int
     """Discovery records that the node has seen of this run's peers."""
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """How far the node is, so that one that waits can be told from one that hangs."""
+
     def __init__(
         self,
         *,
@@ -460,14 +469,39 @@ class Heartbeat(_message.Message):
         bytes_received: _builtins.int = ...,
         waiting_for: _builtins.str = ...,
         discovered_peers: _builtins.int = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "discovered_peers", b"discovered_peers", "memory_bytes", b"memory_bytes", "microbatches_per_s", b"microbatches_per_s", "queue_depth", b"queue_depth", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "discovered_peers", b"discovered_peers", "memory_bytes", b"memory_bytes", "microbatches_per_s", b"microbatches_per_s", "progress", b"progress", "queue_depth", b"queue_depth", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    """Tasks and slices that the node has finished under this incarnation. Any change is progress."""
+    waits_for: _builtins.int
+    """The incarnation whose tensor or slice the node lacks; 0 when it lacks nobody's."""
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        waits_for: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):
@@ -695,24 +729,63 @@ Global___Trouble: _TypeAlias = Trouble  # noqa: Y015
 
 @_typing.final
 class Farewell(_message.Message):
-    """The node leaves on purpose. Its work moves at once."""
+    """The node leaves on purpose: it gives back the leases that it has not begun (Release), stays until
+    what it has summed is reduced, and is then let go.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    grace_s: _builtins.float
+    """Seconds from now after which the node is gone, whatever happens. 0 says nothing."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        grace_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Farewell: _TypeAlias = Farewell  # noqa: Y015
+
+@_typing.final
+class Release(_message.Message):
+    """The holder gives leases back. It has dropped them: they can't enter its sums any more. Those that
+    nobody else can take are leased to it again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    step: _builtins.int
+    attempt: _builtins.int
+    @_builtins.property
+    def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        microbatches: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "microbatches", b"microbatches", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Command(_message.Message):

@@ -32,6 +32,8 @@ app = typer.Typer(
 )
 run_app = typer.Typer(no_args_is_help=True, help="Runs on this machine.")
 app.add_typer(run_app, name="run")
+node_app = typer.Typer(no_args_is_help=True, help="The node that runs on this machine.")
+app.add_typer(node_app, name="node")
 
 
 def _version(show: bool) -> None:
@@ -68,6 +70,7 @@ def _register() -> None:
     run_app.command("list")(coordinator.list_command)
     run_app.command("example")(coordinator.example_command)
     app.command("join")(node.join_command)
+    node_app.command("finish")(node.finish_command)
 
 
 @app.command()

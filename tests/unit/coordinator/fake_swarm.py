@@ -190,6 +190,7 @@ class FakeNode:
         self.session: Session | None = None
         self.frozen = False
         self.done: str | None = None  # why it was dismissed for good
+        self.left_s = 0.0
         self.retry_s = 0.0
         self.events: deque[pb.NodeEvent] = deque()
         self.commands_seen: list[pb.Command] = []
@@ -218,6 +219,10 @@ class FakeNode:
         self.flaky: deque[BadNumbers] = deque()  # what its next tasks fail with
         self.norm: float | None = None  # as it reports it for each tensor
         self.mute = False  # computes nothing, though its heart beats
+        self.task_s = 0.0  # what a task takes
+        self.leaving = False
+        self.num_done = 0
+        self._busy_until_s: float | None = None
 
     # ---- session -------------------------------------------------------------------------
 
@@ -236,6 +241,9 @@ class FakeNode:
             self.session = self.swarm.conductor.attach(self.peer_id, hello)
         except StorageError:
             self.retry_s = self.swarm.now_s + 1.0
+            return
+        if self.leaving:
+            self.say(farewell=pb.Farewell(reason="bedtime"))
 
     def detach(self) -> None:
         """The session's end is the incarnation's end; the state stays."""
@@ -312,6 +320,7 @@ class FakeNode:
                 self.detach()
             else:
                 self.done = command.dismiss.reason
+                self.left_s = self.swarm.now_s
                 self.drop()
         elif kind == "plan":
             self.members = {m.incarnation: m.stage for m in command.plan.members}
@@ -413,9 +422,37 @@ class FakeNode:
             ), None, None,
         )  # fmt: skip
         work.update_leases(_lease(lease) for lease in command.leases)
+        if self.leaving:
+            self.release()
         early, self.early = self.early, []
         for message in early:
             self.take(message)
+
+    def leave(self, grace_s: float = 0.0) -> None:
+        self.leaving = True
+        self.say(farewell=pb.Farewell(reason="bedtime", grace_s=grace_s))
+        if self.current is not None:
+            self.release()
+
+    def release(self) -> None:
+        now = self.current
+        assert now is not None
+        self.say(
+            release=pb.Release(
+                incarnation=self.incarnation, step=now.step, attempt=now.attempt,
+                microbatches=now.work.release(),
+            )
+        )  # fmt: skip
+
+    def progress(self) -> pb.Progress:
+        waits_for = 0
+        if self.reduction is not None and self.prepared is None:
+            parts = [p.incarnation for p in self.reduction.command.parts]
+            lacking = [p for p in parts if p not in self.reduction.partials]
+            waits_for = next(iter([*lacking, *sorted(self.reduction.unacknowledged)]), 0)
+        elif self.current is not None:
+            waits_for = self.current.work.lacks()
+        return pb.Progress(done=self.num_done, waits_for=waits_for)
 
     def update(self, command: pb.LeaseUpdate) -> None:
         now = self.current
@@ -479,7 +516,11 @@ class FakeNode:
             return False
         task = self.current.work.next_task()
         self.current.work.task_failed()
-        return task is not None
+        if task is None or not self.task_s:
+            return task is not None
+        if self._busy_until_s is None:
+            self._busy_until_s = self.swarm.now_s + self.task_s
+        return self.swarm.now_s >= self._busy_until_s
 
     def compute(self) -> None:
         now = self.current
@@ -487,6 +528,8 @@ class FakeNode:
         work, step, stage = now.work, now.step, self.stage
         task = work.next_task()
         assert task is not None
+        self._busy_until_s = None
+        self.num_done += 1
         m, is_last = task.microbatch, stage == self.swarm.num_stages - 1
         validation = work.is_validation(m)
         bad = self.flaky.popleft() if self.flaky else self.swarm.spoil(self, m, now)
@@ -701,7 +744,9 @@ class FakeSwarm:
             self._beaten_s = self.now_s
             for node in self.live:
                 if node.session is not None:
-                    beat = pb.NodeEvent(heartbeat=pb.Heartbeat(memory_bytes=1))
+                    beat = pb.NodeEvent(
+                        heartbeat=pb.Heartbeat(memory_bytes=1, progress=node.progress())
+                    )
                     self.conductor.receive(node.session, beat)
         self.conductor.tick()
 

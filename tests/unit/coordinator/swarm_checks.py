@@ -4,7 +4,6 @@
 from collections.abc import Callable
 
 from shoal.coordinator.step_runner import Phase
-from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.scale import coarsened
 
 from .fake_swarm import FakeNode, FakeSwarm, reference
@@ -46,4 +45,4 @@ def in_step(swarm: FakeSwarm, step: int = 2) -> Callable[[], bool]:
 
 
 def say_farewell(node: FakeNode) -> None:
-    node.say(farewell=pb.Farewell(reason="bedtime"))
+    node.leave()

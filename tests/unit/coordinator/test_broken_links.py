@@ -26,21 +26,21 @@ def test_a_stages_only_holder_stays_the_other_side_goes() -> None:
 
 
 def test_a_link_counts_as_broken_once_it_has_been_for_long() -> None:
-    links = BrokenLinks(patience_s=5.0)
+    links = BrokenLinks(lease_s=5.0)
     assert [links.report(A, B, now_s) for now_s in (0.0, 2.5, 4.9, 5.0)] == [
         False, False, False, True,
     ]  # fmt: skip
 
 
 def test_a_link_that_recovered_is_forgotten() -> None:
-    links = BrokenLinks(patience_s=5.0)
+    links = BrokenLinks(lease_s=5.0)
     links.report(A, B, 0.0)
     assert not links.report(A, B, 60.0)
     assert links.links() == [(A, B)]
 
 
 def test_links_of_lost_nodes_are_forgotten() -> None:
-    links = BrokenLinks(patience_s=5.0)
+    links = BrokenLinks(lease_s=5.0)
     links.report(A, B, 0.0)
     links.report(C, D, 0.0)
     links.forget([B])

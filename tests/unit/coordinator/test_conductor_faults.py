@@ -204,10 +204,12 @@ def complain(swarm: FakeSwarm, reporter: FakeNode, peer: FakeNode, seconds: floa
 
 
 def hold(swarm: FakeSwarm) -> None:
-    """A step that is open and doesn't move."""
+    """A step that is open and doesn't move, of nodes that are known to take a minute."""
     swarm.run_until(in_step(swarm))
     for node in swarm.nodes.values():
         node.mute = True
+        assert node.session is not None
+        node.session.pace.extend([60.0] * 8)
 
 
 def test_a_peer_that_stays_unreachable_is_taken_out_and_may_come_back() -> None:

@@ -115,6 +115,7 @@ def test_a_node_that_says_farewell_leaves_after_its_step() -> None:
     swarm = FakeSwarm(make_run(), 4)
     swarm.run_until(in_step(swarm))
     node = swarm.at(0)[0]
+    swarm.run_until(lambda: node.current is not None and len(node.current.gradients) > 0)
     say_farewell(node)
     swarm.run_until(lambda: node.done is not None)
     assert node.done == "bedtime"
@@ -122,6 +123,7 @@ def test_a_node_that_says_farewell_leaves_after_its_step() -> None:
     swarm.finish()
     assert "redone" not in kinds(swarm)
     assert "rerouted" not in lines(swarm)
+    assert "hands over 1 microbatch to" in lines(swarm)
     assert_undisturbed(swarm)
 
 

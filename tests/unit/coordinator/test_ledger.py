@@ -326,3 +326,97 @@ def test_a_withdrawn_receipt_contradicts_another_digest_of_the_same_slot_only() 
     assert ledger.contradicts(receipt(other, 7, 0)) is None
     assert ledger.contradicts(receipt(other, 0, 0)) is None
     assert ledger.contradicts(receipt(other, 8, 1)) is None
+
+
+# ---- leaving -----------------------------------------------------------------------------
+
+
+def test_released_slots_go_to_replicas_that_stay_and_the_neighbours_hear_of_it() -> None:
+    ledger = make((A, B), (C, D))
+    mine = [lease.microbatch for lease in ledger.leases_of(A)]
+    told = ledger.release(A, mine)
+    assert ledger.leases_of(A) == []
+    assert all(ledger.holder(m, Stage(0)) == B for m in mine)
+    assert {lease.microbatch for lease in told[B]} == set(mine)
+    assert all(lease.upstream == B for who in (C, D) for lease in told.get(who, []))
+    assert ledger.is_idle(A)
+
+
+def test_what_has_a_receipt_can_not_be_released() -> None:
+    ledger = make((A, B), (C,))
+    kept, *rest = (lease.microbatch for lease in ledger.leases_of(A))
+    receive(ledger, kept, 1)
+    receive(ledger, kept, 0)
+    ledger.release(A, [kept, *rest])
+    assert [lease.microbatch for lease in ledger.leases_of(A)] == [kept]
+    assert not ledger.is_idle(A)
+
+
+def test_a_stages_only_replica_gets_its_leases_back() -> None:
+    ledger = make((A,), (C, D))
+    told = ledger.release(A, [0, 2])
+    assert list(told) == [A]
+    assert [lease.microbatch for lease in told[A]] == [0, 2]
+    assert len(ledger.leases_of(A)) == 4
+
+
+def test_a_leaver_gets_no_work_of_the_lost_while_another_stays() -> None:
+    ledger = make((A, B, D), (C,))
+    ledger.release(A, [lease.microbatch for lease in ledger.leases_of(A)])
+    ledger.fence([B])
+    assert ledger.leases_of(A) == []
+    ledger.fence([D])
+    assert len(ledger.leases_of(A)) == 4
+
+
+def test_others_slots_and_nonsense_are_not_released() -> None:
+    ledger = make((A, B), (C,))
+    before = ledger.leases_of(B)
+    assert ledger.release(A, [lease.microbatch for lease in before] + [77]) == {}
+    assert ledger.leases_of(B) == before
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["receipt", "release", "fence"]),
+        st.integers(0, 5),
+        st.lists(st.integers(0, 6), max_size=7),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(moves)
+def test_no_release_loses_or_doubles_a_slot(script: list[tuple[str, int, list[int]]]) -> None:
+    names = [Incarnation(i) for i in range(1, 7)]
+    ledger = make(tuple(names[:3]), tuple(names[3:]), microbatches=5, validation=1)
+    for what, number, ids in script:
+        who = names[number]
+        if not ledger.participates(who):
+            continue
+        before = dict(ledger.receipts)
+        if what == "release":
+            told = ledger.release(who, ids)
+            assert ledger.receipts == before, "a release takes no receipt away"
+            for holder, leases in told.items():
+                assert {x.microbatch for x in leases} <= {
+                    x.microbatch for x in ledger.leases_of(holder)
+                }, "nobody is told a lease that it doesn't hold"
+        elif what == "fence" and sum(map(ledger.participates, names[number // 3 * 3 :][:3])) > 1:
+            ledger.fence([who])
+        elif what == "receipt":
+            for lease in ledger.leases_of(who)[:1]:
+                stage = 0 if number < 3 else 1
+                if not (ledger.is_validation(lease.microbatch) and stage == 0):
+                    receive(ledger, lease.microbatch, stage, who)
+        held = [
+            (lease.microbatch, 0 if name in names[:3] else 1)
+            for name in names
+            if ledger.participates(name)
+            for lease in ledger.leases_of(name)
+        ]
+        assert len(held) == len(set(held)), "two holders"
+        over = ledger.receipts.keys() & {(5, 1)}
+        expected = {(m, s) for m in range(6) for s in (0, 1)}
+        assert set(held) >= expected - ({(5, 0), (5, 1)} if over else set()), "nobody's slot"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: who is refused, with which words."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from shoal.coordinator import service
 from shoal.coordinator.service import CoordinatorService
-from shoal.protocol.authority import Authority
+from shoal.protocol.authority import PEER_URI_PREFIX, Authority
 from shoal.protocol.errors import AdmissionError, ShoalError, VersionError
 from shoal.protocol.identity import NodeIdentity, TlsKey, make_join_request
 from shoal.protocol.ids import RunId
@@ -94,3 +97,21 @@ async def test_a_flood_of_joins_is_refused(desk: Desk, monkeypatch: pytest.Monke
     desk.service._joins.extend([time.time()] * 600)
     error = await desk.refusal(desk.request(desk.token()))
     assert error.exit_code == 8
+
+
+async def test_a_session_that_says_nothing_is_ended(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DEADLINE_S", 0.01)
+
+    async def silence() -> AsyncIterator[coordinator_pb2.NodeEvent]:
+        await asyncio.Event().wait()
+        yield coordinator_pb2.NodeEvent()
+
+    context: Any = Context()
+    context.auth_context = lambda: {
+        "x509_subject_alternative_name": [f"{PEER_URI_PREFIX}{desk.node.peer_id}".encode()]
+    }
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await desk.service.Session(silence(), context)
+    assert "sent nothing within" in str(error_from_rpc(caught.value))

@@ -70,3 +70,34 @@ def test_a_node_at_rest_forgets_its_older_measurements_until_it_counts_as_averag
     session.rest()
     session.rest()
     assert session.speed == 0.0
+
+
+def beat(session: Session, now_s: float, done: int = 1) -> None:
+    session.heard(now_s, heartbeat=True)
+    progress = coordinator_pb2.Progress(done=done)
+    session.beat(coordinator_pb2.Heartbeat(progress=progress))
+
+
+def test_only_time_in_which_the_heart_beats_counts_as_still() -> None:
+    session = make()
+    beat(session, 101.0)
+    beat(session, 101.5)
+    beat(session, 102.0)
+    assert session.still_s == 1.0
+    beat(session, 150.0)  # it was suspended
+    assert session.still_s == 3.0
+
+
+@pytest.mark.parametrize("what", ["progress", "command", "receipt"])
+def test_progress_a_command_or_a_receipt_end_the_stillness(what: str) -> None:
+    session = make()
+    for now_s in (101.0, 102.0):
+        beat(session, now_s)
+    assert session.still_s == 1.0
+    if what == "progress":
+        beat(session, 103.0, done=2)
+    elif what == "command":
+        session.asked(103.0)
+    else:
+        session.moved()
+    assert session.still_s == 0

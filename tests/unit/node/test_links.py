@@ -167,7 +167,7 @@ class Sender:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "backoff", lambda failures, rng: 0.02)
+    monkeypatch.setattr(links_module, "backoff", lambda failures, rng, **limits: 0.02)
 
 
 @pytest.fixture

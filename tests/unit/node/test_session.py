@@ -48,10 +48,18 @@ class Holder:
     microbatches_per_s = 0.0
 
     def __init__(self) -> None:
-        self.detached = 0
+        self.detached = self.released = 0
+        self.holds = True
 
     def held(self) -> coordinator_pb2.HeldState | None:
-        return coordinator_pb2.HeldState(stage=1, step=7) if self.detached else None
+        kept = self.holds and self.detached
+        return coordinator_pb2.HeldState(stage=1, step=7) if kept else None
+
+    def progress(self) -> coordinator_pb2.Progress | None:
+        return None
+
+    def release(self) -> None:
+        self.released += 1
 
     async def detach(self) -> None:
         self.detached += 1
@@ -187,12 +195,15 @@ async def test_leaving_says_farewell_and_waits_for_the_dismissal(world: World) -
     async def part(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
         async for event in events:
             if event.HasField("farewell"):
+                assert 6.0 < event.farewell.grace_s <= 7.0
                 yield dismiss(event.farewell.reason)
 
     server, address = await world.serve(Servicer(world, part))
-    node = world.session(world.membership(address))
-    node.leave()
-    assert await node.keep(Holder()) == "its owner stopped it"  # type: ignore[arg-type]
+    node, holder = world.session(world.membership(address)), Holder()
+    node.leave(7.0)
+    assert await node.keep(holder) == "its owner stopped it"  # type: ignore[arg-type]
+    assert holder.released == 1
+    assert node.handed_over
     await server.stop(0)
 
 
@@ -206,13 +217,49 @@ async def test_leaving_ends_after_the_grace_when_nobody_takes_over(world: World)
     node = world.session(world.membership(address), grace_s=0.05)
     node.leave()
     assert "left without handing over" in await node.keep(Holder())  # type: ignore[arg-type]
+    assert not node.handed_over
     await server.stop(0)
 
 
-async def test_leaving_ends_at_once_while_the_coordinator_is_away(world: World) -> None:
+async def test_a_node_without_state_leaves_at_once_while_the_coordinator_is_away(
+    world: World,
+) -> None:
     node = world.session(world.membership("127.0.0.1:1"))
     node.leave()
+    holder = Holder()
+    holder.holds = False
+    assert "while the coordinator was away" in await node.keep(holder)  # type: ignore[arg-type]
+    assert node.handed_over
+
+
+async def test_a_leaving_node_keeps_its_state_for_a_coordinator_that_comes_back(
+    world: World,
+) -> None:
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        async for event in events:
+            if event.HasField("farewell"):
+                yield dismiss("stored")
+
+    server, address = await world.serve(Servicer(world, finish))
+    node = world.session(world.membership("127.0.0.1:1"), found=address)
+    node.leave()
+    assert await node.keep(Holder()) == "stored"  # type: ignore[arg-type]
+    assert node.handed_over
+    await server.stop(0)
+
+
+async def test_a_leaving_node_does_not_keep_its_state_for_ever(world: World) -> None:
+    node = world.session(world.membership("127.0.0.1:1"), grace_s=0.2)
+    node.leave()
     assert "while the coordinator was away" in await node.keep(Holder())  # type: ignore[arg-type]
+    assert not node.handed_over
+
+
+async def test_leaving_twice_does_not_prolong_the_grace(world: World) -> None:
+    node = world.session(world.membership("127.0.0.1:1"))
+    node.leave(7.0)
+    node.leave(70.0)
+    assert 0 < node.grace_left_s <= 7.0
 
 
 async def test_a_session_opened_after_a_renewal_shows_the_new_certificate(

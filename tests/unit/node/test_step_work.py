@@ -57,6 +57,56 @@ def run(node: Work, *, stage: int = 1, last: bool = False) -> tuple[Task, list[P
 # ---- one node ----------------------------------------------------------------------------
 
 
+def test_a_leaver_gives_back_what_is_not_in_its_sums_and_not_being_computed() -> None:
+    node = work(0, 1, 2, 3)
+    for number in (0, 1, 2):
+        node.receive("forward", m(number), UP, ("forward", number, 0))
+    run(node)
+    node.receive("backward", m(0), DOWN, ("backward", 0, 2))
+    run(node)  # microbatch 0 is in the sums
+    run(node)  # forward of 1
+    task = node.next_task()  # forward of 2 runs
+    assert task == Task("forward", m(2))
+    assert node.release() == [1, 3]
+    assert node.leased == {0, 2}
+    node.forward_done(m(2), ("forward", 2, 1))
+    assert node.release(m(2)) == [2]
+    assert node.next_task() is None
+    with pytest.raises(WrongLeaseError):
+        node.receive("backward", m(1), DOWN, ("backward", 1, 2))
+
+
+def test_a_lease_that_comes_back_goes_on_where_it_was() -> None:
+    node = work(0)
+    node.receive("forward", m(0), UP, ("forward", 0, 0))
+    run(node)
+    assert node.release() == [0]
+    assert [push.to for push in node.update_leases([lease(0, downstream=OTHER)])] == [OTHER]
+    assert not node.receive("forward", m(0), UP, ("forward", 0, 0))
+    node.receive("backward", m(0), OTHER, ("backward", 0, 2))
+    assert run(node)[0] == Task("backward", m(0))
+
+
+def test_a_validation_microbatch_that_was_sent_on_is_not_given_back() -> None:
+    node = work(10, 11)
+    node.receive("forward", m(10), UP, ("forward", 10, 0))
+    run(node)
+    assert node.release() == [11]
+
+
+def test_a_node_lacks_a_gradient_rather_than_an_activation_and_nobodys_while_it_can_compute() -> (
+    None
+):
+    node = work(0, 1)
+    assert node.lacks() == UP
+    node.receive("forward", m(1), UP, ("forward", 1, 0))
+    assert node.lacks() == NOBODY
+    assert node.next_task() == Task("forward", m(1)), "asking changes nothing"
+    assert node.lacks() == NOBODY
+    node.forward_done(m(1), ("forward", 1, 1))
+    assert node.lacks() == DOWN
+
+
 def test_tensor_without_lease_or_from_a_stranger_is_refused() -> None:
     node = work(0)
     with pytest.raises(WrongLeaseError, match="not leased"):
