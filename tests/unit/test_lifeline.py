@@ -10,7 +10,7 @@ import os, signal, sys
 from shoal.lifeline import end_with_stdin
 
 def leave(number, frame):
-    os.write(1, b"left\n")  # at once: another writes to the same pipe
+    os.write(1, b"left\\n")  # at once: another writes to the same pipe
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, leave)
