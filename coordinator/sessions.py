@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.coordinator.replay_plan import ReplayProgress
 from shoal.coordinator.transfers import Transfer, Version
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
@@ -73,6 +74,8 @@ class Session:
     """Versions of its own state that it was told to serve."""
     bad_donors: set[PeerId] = field(default_factory=set)
     """Whose copies turned out wrong."""
+    replay: ReplayProgress | None = None
+    """It computes a lost stage's state again."""
     copies: int = 0
     """How often it was told to copy a stage's state."""
     failures: int = 0
@@ -80,6 +83,8 @@ class Session:
     """Why the node wants to leave, once it said so."""
     dismissed: bool = False
     """It was let go for good."""
+    process_gone: bool = False
+    """Its session is over, and nobody listens at its address any more."""
     placement: str = ""
     """Why the node has no stage."""
     last_wait: str = ""
@@ -149,6 +154,7 @@ class Session:
         self.step, self.weights_digest = step, 0
         self.keeps, self.owed_commit = keeps, False
         self.transfers, self.pinned = [], frozenset()
+        self.replay = None
         self.assigned_s = now_s
         self.copies += not keeps
 
@@ -162,3 +168,4 @@ class Session:
         self.state, self.incarnation, self.stage, self.step = "attached", NOBODY, None, -1
         self.keeps = self.owed_commit = False
         self.transfers, self.pinned = [], frozenset()
+        self.replay = None
