@@ -58,6 +58,8 @@ class Replays:
             return NoReplay(
                 self._why(plan), tuple(peer for peer in plan.logged_by if peer not in here)
             )
+        if isinstance(plan, ReplayPlan) and any(s.step not in state.records for s in plan.steps):
+            return NoReplay("the log of the run lacks a step's record")
         if isinstance(plan, ReplayPlan) and self.command(plan).ByteSize() > _MAX_PLAN_BYTES:
             return NoReplay(f"the plan for {len(plan.steps)} steps is too large for a message")
         return plan
