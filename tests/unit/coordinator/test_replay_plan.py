@@ -12,7 +12,7 @@ from shoal.coordinator.replay_plan import Missing, NoReplay, ReplayPlan, plan_re
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 
 STAGES, MICROBATCHES = 4, 3
-PEERS = [PeerId(f"peer-{i}") for i in range(5)]
+PEERS = [PeerId(f"peer-{i}") for i in range(3)]
 NAMES = {Incarnation(i + 1): peer for i, peer in enumerate(PEERS)}
 
 split = st.lists(st.integers(1, len(PEERS)), min_size=MICROBATCHES, max_size=MICROBATCHES)
@@ -23,7 +23,9 @@ rebuilds = st.lists(
     ),
     max_size=3,
 )
-reaches = st.dictionaries(st.sampled_from(PEERS), st.integers(0, 4))
+reaches = st.fixed_dictionaries(
+    {}, optional={peer: st.sampled_from([0, 0, 0, 1, 2, 3]) for peer in PEERS}
+)
 
 
 def sources_of(all_steps: list[list[list[int]]]) -> BoundarySources:
@@ -89,6 +91,19 @@ def test_a_plan_exists_exactly_when_every_input_is_covered(
     assert sorted(got) == sorted(wanted), "each input once, from somebody who has it"
 
 
+def test_a_log_that_begins_later_does_not_reach() -> None:
+    sources = sources_of([[[1, 1, 1], [2, 2, 2]], [[1, 1, 1], [2, 2, 2]]])
+
+    def plan(reach: int) -> object:
+        return plan_replay(
+            Stage(1), num_stages=2, num_microbatches=3, base_step=0, to_step=2, sources=sources,
+            logs={PEERS[0]: reach},
+        )  # fmt: skip
+
+    assert isinstance(plan(1), ReplayPlan)
+    assert plan(2) == Missing(1, Stage(0), 0, (PEERS[0],))
+
+
 def test_a_replay_that_is_too_long_is_not_planned() -> None:
     plan = plan_replay(
         Stage(0), num_stages=1, num_microbatches=1, base_step=0, to_step=MAX_REPLAY_STEPS + 1,
@@ -110,7 +125,7 @@ def test_only_steps_after_the_snapshot_and_not_too_many_are_remembered() -> None
 
 
 def test_a_step_that_is_computed_again_is_looked_for_where_it_was_computed_last() -> None:
-    sources = sources_of([[[1, 1, 1]], [[1, 1, 1]]]).with_rebuilt(Rebuilt(Stage(0), PEERS[4], 1, 2))
+    sources = sources_of([[[1, 1, 1]], [[1, 1, 1]]]).with_rebuilt(Rebuilt(Stage(0), PEERS[0], 1, 2))
     sources = sources.with_step(1, [{Incarnation(2): [0], Incarnation(3): [1, 2]}], NAMES)
     assert list(sources.candidates(1, Stage(0), 2)) == [PEERS[2]]
     assert list(sources.candidates(2, Stage(0), 2)) == [PEERS[0]]
