@@ -36,7 +36,7 @@ class BoundarySources:
         self,
         step: int,
         contributions: Sequence[Mapping[Incarnation, Sequence[int]]],
-        peers: Mapping[Incarnation, PeerId],
+        peers: Mapping[int, PeerId],
     ) -> "BoundarySources":
         """After `step` is committed, for the first time or again."""
         by_stage = []

@@ -276,6 +276,7 @@ class FakeNode:
         self.step, self.held_sums = -1, None
         self.drop()
         self.swarm.nodes.pop(self.peer_id)
+        self.swarm.disks.pop(self.peer_id, None)  # nobody comes back to it: see `start_again`
 
     def say(self, **event: object) -> None:
         self.events.append(pb.NodeEvent(**event))  # type: ignore[arg-type]
@@ -750,7 +751,9 @@ class FakeSwarm:
 
     def start_again(self, node: FakeNode) -> FakeNode:
         """The process is killed and started again: same identity and disk, empty memory."""
+        log = node.log
         node.kill()
+        self.disks[node.peer_id] = log
         again = FakeNode(self, node.peer_id)
         self.nodes[node.peer_id] = again
         again.attach()
