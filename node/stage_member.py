@@ -81,7 +81,7 @@ class StageMember:
         credentials: Credentials,
         device: torch.device,
         send: Send,
-        log: BoundaryLog,
+        log: BoundaryLog | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
         self.worker = worker
@@ -162,7 +162,8 @@ class StageMember:
         await self._stop_step()
         digest = await self.worker.apply(prepared.totals, command)
         self.prepared = None
-        self._log.append(command.step, self.worker.spec.stage, prepared.sent)
+        if self._log is not None:
+            self._log.append(command.step, self.worker.spec.stage, prepared.sent)
         self.boundary_inbox.close_step(command.step)
         self.reduce_inbox.close_step(command.step)
         self._send(
@@ -391,7 +392,7 @@ class StageMember:
         )
 
     def _sent(self) -> list[Sent]:
-        if self._work is None or not self._log.is_on:
+        if self._work is None or self._log is None or not self._log.is_on:
             return []
         return [Sent(leg, microbatch, payload) for leg, microbatch, payload in self._work.sent()]
 
