@@ -3,17 +3,19 @@
 back when a stage's state is lost for good."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.coordinator import recovery
 from shoal.coordinator.members import Members
 from shoal.coordinator.planner import NodeFacts, Placement, StageNeed, place
+from shoal.coordinator.replay_plan import NoReplay, ReplayPlan
+from shoal.coordinator.replays import Replays
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import RolledBack, StageAssigned
 from shoal.coordinator.transfers import MAX_DONORS, Transfer, Version, pins, to_pin
-from shoal.protocol.ids import Incarnation, Stage
+from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
 
@@ -24,6 +26,7 @@ class Desk:
     log: RunLog
     members: Members
     snapshots: SnapshotStore
+    replays: Replays
 
 
 class Assignments:
@@ -31,10 +34,14 @@ class Assignments:
         self._log = desk.log
         self._members = desk.members
         self._snapshots = desk.snapshots
+        self._replays = desk.replays
+        self._to_replay: dict[Stage, ReplayPlan] = {}  # what may be given out so, just now
+        self._no_replay: dict[Stage, NoReplay] = {}  # why it can't
         self._needs = needs
         self._wanted_replicas = wanted_replicas
         # A restarted coordinator has lost every stage just now.
         self._lost_since_s: float | None = desk.log.clock() if desk.log.state.step else None
+        self._reclaim_s = recovery.RESTART_RECLAIM_S
 
     # ---- facts ---------------------------------------------------------------------------
 
@@ -42,6 +49,53 @@ class Assignments:
         if self._lost_since_s is None:
             return None
         return self._log.clock() - self._lost_since_s
+
+    def replays(self) -> dict[Stage, str]:
+        """Replays under way, in plain words."""
+        return self._replays.descriptions()
+
+    def reclaim_s(self) -> float:
+        """How long the last holders of lost stages have to come back; 0 when none of them can."""
+        lost = self._members.uncovered()
+        return self._reclaim_s if any(self._may_return(stage) for stage in lost) else 0.0
+
+    def missing_holders(self) -> list[Session]:
+        """Whose process, if it were known to be gone, nobody would have to wait for."""
+        lost_for_s = self.lost_for_s()
+        if lost_for_s is None or lost_for_s >= self._reclaim_s:
+            return []
+        gone = self._members.gone
+        return [
+            gone[peer_id]
+            for stage in self._members.uncovered()
+            for peer_id in self._awaited(stage)
+            if peer_id in gone and not self._is_gone_for_good(peer_id)
+        ]
+
+    def _awaited(self, stage: Stage) -> set[PeerId]:
+        """Who would end the loss of a stage by coming back: its last holders (after a restart of
+        the coordinator: who computed the last step), and those whose log a replay lacks."""
+        known = self._members.last_holders.get(stage)
+        holders = known or self._log.state.sources.computed_by(self._log.state.step, stage)
+        no_replay = self._no_replay.get(stage)
+        return holders | set(no_replay.absent if no_replay else ())
+
+    def _is_gone_for_good(self, peer_id: PeerId) -> bool:
+        session = self._members.gone.get(peer_id)
+        return session is not None and (
+            session.farewell is not None or session.dismissed or session.process_gone
+        )
+
+    def _may_return(self, stage: Stage) -> bool:
+        sessions = self._members.sessions
+        if any(s.owed_commit or (s.keeps and s.state == "copying") for s in sessions.values()):
+            return True  # its log may lack the last step, until it has applied it
+        expected = self._awaited(stage)
+        return recovery.may_return(
+            expected,
+            here=sessions,
+            gone_for_good={peer for peer in expected if self._is_gone_for_good(peer)},
+        )
 
     def keepable(self, session: Session) -> Stage | None:
         return recovery.keepable(session.held(), self._log.state, len(self._members.stages))
@@ -90,21 +144,34 @@ class Assignments:
     def assign(self, *, may_roll_back: bool = True) -> None:
         """Call it between steps only. Raises `StorageError`."""
         lost = self._members.uncovered()
+        self._held_again([stage for stage in self._members.stages if stage not in lost])
         if not lost:
-            self._lost_since_s = None
+            self._lost_since_s, self._reclaim_s = None, recovery.RECLAIM_S
         elif self._lost_since_s is None and self._log.state.step:
             self._lost_since_s = self._log.clock()
         decision, placement = self._decide(lost)
         if decision == "roll back" and may_roll_back:
-            hopeless = next(s for s in lost if self._source(s) is None and not self.is_kept(s))
+            hopeless, no_replay = next(iter(self._no_replay.items()))
             self._roll_back(
-                f"stage {hopeless} lost its last node after step {self._log.state.step}"
+                f"stage {hopeless} lost its last node after step {self._log.state.step} and can't "
+                f"be replayed: {no_replay.reason}"
             )
             _, placement = self._decide(self._members.uncovered())
         self.pin()  # what nobody fetches any more goes
+        if decision != "replay" or not may_roll_back:
+            self._to_replay.clear()
         for peer_id, stage in placement.stage_of.items():
             reason = placement.reasons.get(peer_id, "")
             self._settle(self._members.sessions[peer_id], stage, reason)
+
+    def _held_again(self, stages: list[Stage]) -> None:
+        """Also a replay of such a stage ends: its node copies the state instead."""
+        for stage in stages:
+            self._members.last_holders.pop(stage, None)
+        self._replays.forget(stages)
+        for session in self._members.sessions.values():
+            if session.replay is not None and session.stage in stages:
+                self._members.fence([session], f"stage {session.stage} is held again")
 
     def _decide(self, lost: list[Stage]) -> tuple[recovery.Decision, Placement]:
         current = {
@@ -125,20 +192,35 @@ class Assignments:
             nodes, self._needs, current=current, wanted_replicas=self._wanted_replicas
         )
         taken = set(placement.stage_of.values())
+        facts = [
+            recovery.LostStage(
+                stage,
+                has_source=self._source(stage) is not None,
+                is_kept=self.is_kept(stage),
+                is_taken=stage in taken,
+            )
+            for stage in lost
+        ]
+        self._plan_replays([s.stage for s in facts if s.is_hopeless and s.is_taken])
         decision = recovery.lost_stages(
             [
-                recovery.LostStage(
-                    stage,
-                    has_source=self._source(stage) is not None,
-                    is_kept=self.is_kept(stage),
-                    is_taken=stage in taken,
+                replace(
+                    s,
+                    may_return=self._may_return(s.stage),
+                    can_replay=s.stage in self._to_replay,
                 )
-                for stage in lost
+                for s in facts
             ],
             step=self._log.state.step,
             lost_for_s=self.lost_for_s() or 0.0,
+            reclaim_s=self._reclaim_s,
         )
         return decision, placement
+
+    def _plan_replays(self, stages: list[Stage]) -> None:
+        plans = {stage: self._replays.plan(stage) for stage in stages if self._log.state.step}
+        self._to_replay = {s: plan for s, plan in plans.items() if isinstance(plan, ReplayPlan)}
+        self._no_replay = {s: plan for s, plan in plans.items() if isinstance(plan, NoReplay)}
 
     def _settle(self, session: Session, stage: Stage | None, reason: str) -> None:
         session.placement = reason
@@ -149,7 +231,7 @@ class Assignments:
             self._give(session, stage)
             return
         moves, stale = session.stage != stage, self.is_stale(session)
-        if (moves or stale) and self._source(stage) is not None:
+        if (moves or stale) and (self._source(stage) is not None or stage in self._to_replay):
             self._members.fence(
                 [session], reason if moves else f"its state is of step {session.step}"
             )
@@ -167,6 +249,9 @@ class Assignments:
                 complete_steps=self._snapshots.complete_steps(),
             )
         )
+        replay = self._to_replay.pop(stage, None) if source is None else None
+        if replay is not None:
+            source = coordinator_pb2.STATE_SOURCE_REPLAY
         if source is None:
             session.say(f"stage {stage} waits for a node that holds its state")
             return
@@ -190,6 +275,9 @@ class Assignments:
             session.transfers = [Transfer(version, tuple(d.incarnation for d in donors), True)]
             command.donors.CopyFrom(self._to_donors(donors, stage))
             self.pin()  # before anything that changes their state
+        if replay is not None:
+            self._replays.began(session, replay)
+            command.replay.CopyFrom(self._replays.command(replay))
         session.send(assign=command)
 
     def _donors(self, session: Session, stage: Stage) -> list[Session]:
@@ -234,8 +322,10 @@ class Assignments:
             + (f"the snapshot of step {target}" if target else "the beginning")
             + " and recomputes",
         )
-        self._lost_since_s = None
+        self._lost_since_s, self._reclaim_s = None, recovery.RECLAIM_S
+        self._replays.forget(self._members.stages)
         sessions = list(self._members.sessions.values())
         self._members.fence(sessions, reason)
+        self._members.last_holders.clear()
         for session in sessions:
             session.hello.ClearField("held")

@@ -88,6 +88,8 @@ class BetweenSteps:
                 if s.farewell is not None and s.stage is not None
             ],
             lost_for_s=self._assignments.lost_for_s(),
+            reclaim_s=self._assignments.reclaim_s(),
+            replays=self._assignments.replays(),
         )
 
     # ---- the end -------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shoal.coordinator.ledger import StepLedger
 from shoal.coordinator.members import Members
 from shoal.coordinator.node_events import NodeEvents
 from shoal.coordinator.planner import stage_needs
+from shoal.coordinator.replays import Replays
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.snapshot_requests import SnapshotRequests
@@ -71,7 +72,8 @@ class Conductor:
         self._log = RunLog(store, clock)
         self._members = Members(self._log, spec.pipeline.stages)
         self._runner = StepRunner(run, self._log, self._members, faults)
-        self._events = NodeEvents(self._log, self._members, self._runner, spec.fault)
+        replays = Replays(spec, self._log, members=self._members, snapshots=snapshots)
+        self._events = NodeEvents(self._log, self._members, self._runner, spec.fault, replays)
         boundary, shape = parse_boundary(spec.pipeline.boundary), boundary_shape(spec)
         assert spec.pipeline.cuts is not None
         needs = stage_needs(
@@ -80,14 +82,15 @@ class Conductor:
             forward_bytes=boundary.forward.encoded_bytes(shape),
             backward_bytes=boundary.backward.encoded_bytes(shape),
         )
-        desk = Desk(self._log, self._members, snapshots)
+        desk = Desk(self._log, self._members, snapshots, replays)
         self._requests = SnapshotRequests(desk, every=spec.fault.snapshot_every)
+        self._assignments = Assignments(desk, needs, wanted_replicas=spec.pipeline.replicas)
         self._between = BetweenSteps(
             spec,
             self._log,
             members=self._members,
             runner=self._runner,
-            assignments=Assignments(desk, needs, wanted_replicas=spec.pipeline.replicas),
+            assignments=self._assignments,
             requests=self._requests,
         )
         self._can_write = True
@@ -185,6 +188,7 @@ class Conductor:
             if not self._can_write:
                 raise StorageError(self.failed)
             self._members.add(session)
+            self._members.truncate_log(session)
             told = hello.hardware.device_name or "unknown"
             if hello.release != __version__:
                 told += f"; release {hello.release[:32]!r}, this is {__version__}"
@@ -205,6 +209,20 @@ class Conductor:
             return
         with self._acting():
             self._runner.end(session, reason)
+
+    def missing_holders(self) -> dict[PeerId, str]:
+        """Nodes that are gone, and whose return a lost stage waits for; and their addresses."""
+        if self.phase is not Phase.BETWEEN:
+            return {}
+        return {s.peer_id: s.hello.address for s in self._assignments.missing_holders()}
+
+    def process_gone(self, peer_id: PeerId) -> None:
+        """Nobody listens at a gone node's address any more: its process has ended, and the state
+        with it. Nothing is lost by a mistake here but time."""
+        session = self._members.gone.get(peer_id)
+        if session is not None and not self.ended:
+            with self._acting():
+                session.process_gone = True
 
     def receive(self, session: Session, event: coordinator_pb2.NodeEvent) -> None:
         """An event of an attached node. Stale and impossible ones are refused and counted."""

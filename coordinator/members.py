@@ -23,6 +23,9 @@ class Members:
         self.gone: dict[PeerId, Session] = {}
         """The last session of nodes that are not attached now, for display."""
         self.marks: Counter[PeerId] = Counter()
+        self.last_holders: dict[Stage, set[PeerId]] = {}
+        """Who was fenced while it held a stage, or had only the last commit to apply; since the
+        stage was last covered."""
         self.epoch = 0
         self._planned: list[Incarnation] = []
         self._fenced: list[Incarnation] = []
@@ -110,10 +113,26 @@ class Members:
                 self._log.record(
                     NodeFenced(time_s=self._log.clock(), incarnation=incarnation, reason=reason)
                 )
+                self._note_holder(session)
                 session.unassign(still_holds=still_hold)
                 lost.append(incarnation)
         self._fenced = (self._fenced + lost)[-_MAX_FENCED_TOLD:]
         return lost
+
+    def _note_holder(self, session: Session) -> None:
+        holds = session.state in ("ready", "leaving") or session.keeps
+        if holds and session.stage is not None and session.step >= self._log.state.step - 1:
+            self.last_holders.setdefault(session.stage, set()).add(session.peer_id)
+
+    def truncate_logs(self) -> None:
+        """Tell everybody what no replay will ask for any more."""
+        for session in self.sessions.values():
+            self.truncate_log(session)
+
+    def truncate_log(self, session: Session) -> None:
+        step = self._log.state.snapshot_step
+        if step:
+            session.send(truncate=coordinator_pb2.TruncateLog(through_step=step))
 
     def send_plan(self) -> None:
         """Tell everybody in the step who is in it, when that has changed."""

@@ -7,6 +7,7 @@ from shoal.coordinator import commands
 from shoal.coordinator.broken_links import whom_to_fence
 from shoal.coordinator.ledger_facts import PreparedFacts, ReceiptFacts
 from shoal.coordinator.members import Members
+from shoal.coordinator.replays import Replays
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.step_runner import Phase, StepRunner
@@ -25,7 +26,15 @@ _MAX_TEXT = 200
 
 
 class NodeEvents:
-    def __init__(self, log: RunLog, members: Members, runner: StepRunner, fault: FaultSpec) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        members: Members,
+        runner: StepRunner,
+        fault: FaultSpec,
+        replays: Replays,
+    ) -> None:
+        self._replays = replays
         self._log = log
         self._members = members
         self._runner = runner
@@ -50,6 +59,9 @@ class NodeEvents:
                 self._on_farewell(session, event.farewell)
             case "release":
                 self._on_release(session, event.release)
+            case "replaying":
+                self._members.check_own(session, event.replaying.incarnation)
+                self._replays.progressed(session, event.replaying)
             case unexpected:
                 raise MalformedFrameError(f"unexpected event {unexpected}")
 
@@ -78,6 +90,7 @@ class NodeEvents:
         session.state = "ready" if session.farewell is None else "leaving"
         session.transfers = []
         session.step, session.weights_digest = ready.step, ready.weights_digest
+        self._replays.finished(session)
         if has_sums and assigned == state.step and self._runner.phase is Phase.BETWEEN:
             session.owed_commit = True
             session.send(commit=commands.commit(state.records[state.step], stage))
@@ -188,6 +201,8 @@ class NodeEvents:
             self._on_unreachable(session, trouble)
         elif kind == coordinator_pb2.TROUBLE_KIND_NUMBERS:
             self._runner.numbers.on_trouble(session, trouble)
+        elif self._replays.failed(session, trouble):
+            self._runner.take_out(session, what, kind="replay-failed")
         else:
             # A failure to get the state is the donors' when one of them is gone.
             copying = session.state == "copying" and bool(session.transfers)

@@ -2,15 +2,19 @@
 """Where a stage's state comes from, what becomes of a lost stage, why a step can't open. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.coordinator.state import RunState
-from shoal.protocol.ids import Stage
+from shoal.protocol.ids import PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
 
-RECLAIM_S = 10.0
-"""How long a lost stage's old holders may take to come back before the run rolls back."""
+RECLAIM_S = 3.0
+"""How long a lost stage's old holders may take to come back, where nothing says that they can't;
+a broken session is attached again within about a second."""
+
+RESTART_RECLAIM_S = 10.0
+"""The same after the coordinator itself was away: nodes must find it first."""
 
 JOIN_DEADLINE_S = 120.0
 """A joiner that takes longer to copy its stage than this no longer holds up the next step."""
@@ -63,6 +67,14 @@ def rollback_target(complete_steps: Collection[int], step: int) -> int:
     return max((s for s in complete_steps if s < step), default=0)
 
 
+def may_return(
+    expected: Iterable[PeerId], *, here: Collection[PeerId], gone_for_good: Collection[PeerId]
+) -> bool:
+    """Whether one of a stage's last holders might still bring its state back: it is neither here
+    (then it came without, else the stage weren't lost) nor has it left or ended."""
+    return any(peer not in here and peer not in gone_for_good for peer in expected)
+
+
 @dataclass(frozen=True, slots=True)
 class LostStage:
     """A stage that nobody holds at the run's step."""
@@ -70,22 +82,36 @@ class LostStage:
     stage: Stage
     has_source: bool
     is_kept: bool
-    """A node that holds its state is on its way."""
+    """A node that holds its state, or computes it again, is on its way."""
     is_taken: bool
     """A node is free to take it."""
+    may_return: bool = True
+    """A last holder might come back with the state."""
+    can_replay: bool = False
+    """Its state can be computed again out of its neighbours' logs."""
+
+    @property
+    def is_hopeless(self) -> bool:
+        return not self.has_source and not self.is_kept
 
 
-Decision = Literal["go on", "wait", "roll back"]
+Decision = Literal["go on", "wait", "replay", "roll back"]
 
 
-def lost_stages(lost: Sequence[LostStage], *, step: int, lost_for_s: float) -> Decision:
-    """What to do: give the stages out as they are, wait for the old holders, or roll back."""
-    hopeless = [s for s in lost if not s.has_source and not s.is_kept]
+def lost_stages(
+    lost: Sequence[LostStage], *, step: int, lost_for_s: float, reclaim_s: float = RECLAIM_S
+) -> Decision:
+    """What to do: give the stages out as they are, wait for the old holders, replay what can be
+    replayed, or roll back."""
+    hopeless = [s for s in lost if s.is_hopeless]
     if not hopeless or not step:
         return "go on"
-    if lost_for_s < RECLAIM_S:
+    if lost_for_s < reclaim_s and any(s.may_return for s in hopeless):
         return "wait"
-    return "roll back" if any(s.is_taken for s in hopeless) else "go on"
+    taken = [s for s in hopeless if s.is_taken]
+    if not taken:
+        return "go on"
+    return "replay" if all(s.can_replay for s in taken) else "roll back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +130,10 @@ class Readiness:
     """Nodes that want to leave, but are their stage's last."""
     lost_for_s: float | None
     """Since when a stage has been lost."""
+    reclaim_s: float = 0.0
+    """How long its last holders have from then on; 0 when none of them can come back."""
+    replays: Mapping[Stage, str] = field(default_factory=dict)
+    """Replays under way, in plain words."""
 
 
 def obstacle(facts: Readiness) -> str:
@@ -130,6 +160,12 @@ def obstacle(facts: Readiness) -> str:
 
 
 def _uncovered(uncovered: Sequence[Stage], facts: Readiness) -> str:
+    replayed = [facts.replays[stage] for stage in uncovered if stage in facts.replays]
+    others = [stage for stage in uncovered if stage not in facts.replays]
+    return "; ".join([*replayed, *([_unreplayed(others, facts)] if others else [])])
+
+
+def _unreplayed(uncovered: Sequence[Stage], facts: Readiness) -> str:
     state, one = facts.state, len(uncovered) == 1
     which = f"stage {uncovered[0]}" if one else f"stages {_listed(map(str, uncovered))}"
     needs = f"{which} {'needs a node' if one else 'need a node each'}"
@@ -139,11 +175,11 @@ def _uncovered(uncovered: Sequence[Stage], facts: Readiness) -> str:
     if facts.lost_for_s is None or not state.step:
         return f"{needs}; give the join link to {'one' if one else len(uncovered)} more"
     lost = f"{which} {'has' if one else 'have'} no node that holds step {state.step}"
-    if facts.lost_for_s < RECLAIM_S:
-        return f"{lost}; its last holders have {RECLAIM_S:.0f} s to come back"
+    if facts.lost_for_s < facts.reclaim_s:
+        return f"{lost}; its last holders have {facts.reclaim_s:.0f} s to come back"
     return (
-        f"{lost}; the run goes on from snapshot {state.snapshot_step} once a node is free for it: "
-        "give the join link to one more"
+        f"{lost}; it is replayed, or the run goes back to snapshot {state.snapshot_step}, once a "
+        "node is free for it: give the join link to one more"
     )
 
 

@@ -176,6 +176,12 @@ class ConductorView:
                 EventLine(time_s=time_s, kind=kind, text=text)
                 for time_s, kind, text in conductor.events
             ],
+            log_bytes=sum(s.heartbeat.log_bytes for s in conductor.sessions.values()),
+            replays=state.recovered.replays,
+            replay_seconds=state.recovered.replay_seconds,
+            replay_bytes=state.recovered.replay_bytes,
+            rollbacks=state.recovered.rollbacks,
+            rollback_seconds=state.recovered.rollback_seconds,
             weights_digest=state.weights_sha256,
             snapshot_step=state.snapshot_step or None,
             join_link=None if conductor.ended else self._make_link(),
@@ -248,6 +254,7 @@ class ConductorView:
                 contributed_share=contributed[s.peer_id] / total,
                 last_seen_s=s.last_heartbeat_s,
                 discovered_peers=s.heartbeat.discovered_peers,
+                log_bytes=s.heartbeat.log_bytes,
                 marks=conductor.marks[s.peer_id],
             )
             for s, gone in sorted(sessions, key=lambda pair: pair[0].attached_s)

@@ -14,6 +14,7 @@ from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.app import create_app
 from shoal.coordinator.dashboard.server import serve
 from shoal.coordinator.presence import Addresses, Presence
+from shoal.coordinator.probe import watch_missing
 from shoal.coordinator.run_folder import Live, operator_token
 from shoal.coordinator.run_view import ConductorView, tokens_per_s
 from shoal.coordinator.service import CoordinatorService
@@ -93,6 +94,7 @@ class Coordinator:
             self._terminal.line(f"dashboard  {addresses.dashboard}")
             self._terminal.line(f"join       shoal join '{self._presence.link()}'")
             tasks.spawn(self._tick())
+            tasks.spawn(watch_missing(self._conductor))
             tasks.spawn(self._presence.keep_published())
             tasks.spawn(self._report_plainly())
             with self._terminal.live(self.status_line):

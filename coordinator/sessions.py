@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.coordinator.replay_plan import ReplayProgress
 from shoal.coordinator.transfers import Transfer, Version
 from shoal.protocol.deadlines import adaptive_s
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
@@ -72,6 +73,8 @@ class Session:
     """Versions of its own state that it was told to serve."""
     bad_donors: set[PeerId] = field(default_factory=set)
     """Whose copies turned out wrong."""
+    replay: ReplayProgress | None = None
+    """It computes a lost stage's state again."""
     copies: int = 0
     """How often it was told to copy a stage's state."""
     failures: int = 0
@@ -82,6 +85,8 @@ class Session:
     grace_s: float = 0.0
     dismissed: bool = False
     """It was let go for good."""
+    process_gone: bool = False
+    """Its session is over, and nobody listens at its address any more."""
     placement: str = ""
     """Why the node has no stage."""
     last_wait: str = ""
@@ -178,6 +183,7 @@ class Session:
         self.step, self.weights_digest = step, 0
         self.keeps, self.owed_commit = keeps, False
         self.transfers, self.pinned = [], frozenset()
+        self.replay = None
         self.assigned_s = now_s
         self.copies += not keeps
 
@@ -191,3 +197,4 @@ class Session:
         self.state, self.incarnation, self.stage, self.step = "attached", NOBODY, None, -1
         self.keeps = self.owed_commit = False
         self.transfers, self.pinned = [], frozenset()
+        self.replay = None

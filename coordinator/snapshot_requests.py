@@ -137,3 +137,4 @@ class SnapshotRequests:
             self._log.record(SnapshotStored(time_s=self._log.clock(), step=step))
             self._log.say("snapshot", f"snapshot of step {step} is stored")
             self._snapshots.prune(keep=_KEPT)
+            self._members.truncate_logs()

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from shoal.coordinator.boundary_sources import BoundarySources, Rebuilt
+from shoal.coordinator.recovered import Recovered
 from shoal.coordinator.step_scale import ScaleHistory, StepScale
 from shoal.coordinator.timeline import Timeline
-from shoal.protocol.ids import NOBODY, Incarnation, PeerId
+from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 
 
 class Event(BaseModel):
@@ -99,6 +101,20 @@ class RolledBack(Event):
     reason: str
 
 
+class StageReplayed(Event):
+    """A stage whose last holder was lost is held again, its state computed anew out of its
+    neighbours' logs."""
+
+    kind: Literal["stage_replayed"] = "stage_replayed"
+    stage: Stage
+    peer_id: PeerId
+    from_step: int
+    """The snapshot's; 0 is the beginning."""
+    to_step: int
+    seconds: float
+    log_bytes: int
+
+
 class Paused(Event):
     kind: Literal["paused"] = "paused"
     reason: str
@@ -131,6 +147,7 @@ AnyEvent = (
     | StepApplied
     | SnapshotStored
     | RolledBack
+    | StageReplayed
     | Paused
     | Resumed
     | RunFinished
@@ -149,6 +166,7 @@ EVENT_KINDS: dict[str, type[Event]] = {
         StepApplied,
         SnapshotStored,
         RolledBack,
+        StageReplayed,
         Paused,
         Resumed,
         RunFinished,
@@ -165,6 +183,7 @@ DURABLE = (
     StepCommitted,
     SnapshotStored,
     RolledBack,
+    StageReplayed,
     Paused,
     Resumed,
     RunFinished,
@@ -192,6 +211,9 @@ class RunState:
     snapshot_step: int = 0
     paused: str | None = None
     weights_sha256: str | None = None
+    sources: BoundarySources = field(default_factory=BoundarySources)
+    """Whose boundary logs a replay would read."""
+    recovered: Recovered = field(default_factory=Recovered)
 
 
 _STATE = TypeAdapter(RunState)
@@ -224,14 +246,26 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
                 attempt=0,
                 records=records,
                 scales=_scales_after(event, state),
+                sources=state.sources.with_step(event.step, event.contributions, state.peers),
+                recovered=state.recovered.with_step(event.step, event.time_s),
             )
         case StepApplied():
             digests = Timeline.of(state.weights_digests)
             return replace(state, weights_digests=digests.adding(event.step, event.weights_digests))
         case SnapshotStored():
-            return replace(state, snapshot_step=event.step)
+            return replace(
+                state, snapshot_step=event.step, sources=state.sources.after_snapshot(event.step)
+            )
         case RolledBack():
-            return replace(state, step=event.to_step, attempt=0)
+            recovered = state.recovered.with_rollback(from_step=state.step, time_s=event.time_s)
+            return replace(state, step=event.to_step, attempt=0, recovered=recovered)
+        case StageReplayed():
+            rebuilt = Rebuilt(event.stage, event.peer_id, event.from_step + 1, event.to_step)
+            return replace(
+                state,
+                sources=state.sources.with_rebuilt(rebuilt),
+                recovered=state.recovered.with_replay(event.seconds, event.log_bytes),
+            )
         case Paused():
             return replace(state, paused=event.reason)
         case Resumed():

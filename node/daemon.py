@@ -18,6 +18,7 @@ from shoal.node.config import NodeConfig
 from shoal.node.daemon_file import LOCK_FILE, own_record, take_request, write_record
 from shoal.node.finder import Finder
 from shoal.node.hardware import Device, probe
+from shoal.node.logged_boundaries import LoggedBoundaries
 from shoal.node.pace import Pace
 from shoal.node.peer_service import PeerService
 from shoal.node.session import NodeSession
@@ -199,6 +200,7 @@ class NodeDaemon:
             lambda peer, error, key: session.send(_bad_peer(holder, peer, error, key)),
             self._faults,
             pace=Pace(config.donate_mb_per_s * 1e6),
+            logged=LoggedBoundaries(run, holder.boundary_log),
         )
         server = create_server()
         add_peer_servicer(service, server)

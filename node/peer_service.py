@@ -12,6 +12,7 @@ import grpc
 
 from shoal.node.inbox import BoundaryInbox
 from shoal.node.links import INCARNATION_METADATA
+from shoal.node.logged_boundaries import LoggedBoundaries
 from shoal.node.pace import Pace
 from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.state_pins import PinnedState
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 PLAN_LAG_S = 10.0
 """How long a peer may know of a newer plan than this node before it counts as unknown."""
+
+_MAX_LOG_READS = 8
+"""Of one peer. A replay reads two directions of two steps at a time."""
 
 _DECODE_INLINE_BYTES = 256 * 1024
 
@@ -133,9 +137,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         faults: Faults = NO_FAULTS,
         *,
         pace: Pace | None = None,
+        logged: LoggedBoundaries | None = None,
     ) -> None:
         """`on_bad` hears of what no honest node sends, not of what merely came late. `pace` bounds
-        what is given to joiners for which nobody waits."""
+        what is given to joiners for which nobody waits. Without `logged` the node has no boundary
+        log to answer from."""
         self._pace = pace or Pace(0)
         self._run_id = run_id
         self._swarm = swarm
@@ -144,6 +150,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._faults = faults
         self._open_streams: Counter[PeerId] = Counter()
         self._donations: Counter[PeerId] = Counter()
+        self._logged = logged
+        self._log_reads: Counter[PeerId] = Counter()
         self.bytes_received = 0
 
     # Push and Reduce get serialized frames (protocol/wire.py), hence the type.
@@ -278,6 +286,20 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise WrongRunError(f"state of run {request.run_id[:64]!r}; this is {self._run_id!r}")
         with _counted(self._donations, sender, _MAX_DONATIONS, "requests for state"):
             yield
+
+    async def FetchBoundary(  # type: ignore[override]
+        self, request: peer_pb2.BoundaryRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        # Like FetchState for every admitted peer: whoever replays is in the plan only afterwards.
+        try:
+            sender = peer_id_from_context(context)
+            if self._logged is None:
+                return
+            with _counted(self._log_reads, sender, _MAX_LOG_READS, "reads of the boundary log"):
+                async for frame in self._logged.frames(request):
+                    yield frame
+        except ShoalError as error:
+            await abort_with(context, error)
 
     async def Ping(self, request: peer_pb2.PingRequest, context: Context) -> peer_pb2.PingReply:
         return peer_pb2.PingReply(nonce=request.nonce[:64], step=self._inboxes.committed_step)

@@ -244,6 +244,8 @@ class NodeSession:
                 waiting_for=holder.waiting_for(),
                 discovered_peers=self._finder.num_discovered,
                 progress=holder.progress(),
+                log_bytes=holder.boundary_log.num_bytes,
+                log_oldest_step=holder.boundary_log.oldest_step,
             )
             if self._outbox.qsize() < _MAX_UNSENT:
                 self.send(coordinator_pb2.NodeEvent(heartbeat=heartbeat))
@@ -283,6 +285,8 @@ class NodeSession:
         elif kind == "wait":
             self.waiting_for = command.wait.reason
             self._report(command.wait.reason)
+        elif kind == "truncate":
+            holder.boundary_log.truncate(command.truncate.through_step)
         elif kind is not None:
             if kind == "step_open":
                 self.waiting_for = ""

@@ -14,17 +14,25 @@ from pathlib import Path
 
 from shoal.compression.registry import parse_boundary
 from shoal.node.admission import Membership
+from shoal.node.boundary_fetch import BoundaryFetch
+from shoal.node.boundary_log import BoundaryLog
 from shoal.node.data import ShardCache, TokenSource
 from shoal.node.hardware import Device
 from shoal.node.inbox import BoundaryInbox
 from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.replay import StageReplay
 from shoal.node.stage_member import Prepared, StageMember
 from shoal.node.stage_worker import StageWorker
 from shoal.node.state_fetch import FetchProgress
 from shoal.node.state_pins import PinnedState, StatePins
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
-from shoal.protocol.errors import CoordinatorDiskError, ShoalError, WrongLeaseError
+from shoal.protocol.errors import (
+    BoundaryHoleError,
+    CoordinatorDiskError,
+    ShoalError,
+    WrongLeaseError,
+)
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2, types_pb2
@@ -64,6 +72,12 @@ class StageHolder:
         self._shards = ShardCache(folder / "shards", self._fetch_shard, max_bytes=max_cache_bytes)
         self._num_chunks = 0
         self._tokens = TokenSource(run, self._shards)
+        self.boundary_log = BoundaryLog(
+            folder / "boundary-log",
+            run.run_id,
+            boundary=self._boundary.spec,
+            budget_bytes=run.spec.fault.boundary_log_mb * 10**6,
+        )
         self._scratch = scratch
         self._transfer = transfer
         self._swarm = swarm
@@ -79,6 +93,7 @@ class StageHolder:
         self._held_sums: Prepared | None = None  # of a session that broke before their commit
         self._taking: asyncio.Task[None] | None = None
         self._pins: StatePins | None = None
+        self._replaying = ""
         self._fetching: tuple[str, FetchProgress] | None = None
         self._busy_s: deque[float] = deque(maxlen=16)
         self._leaving = False
@@ -194,6 +209,7 @@ class StageHolder:
         self._drop_state()
         self._transfer.forget()
         await self._shards.aclose()
+        await self.boundary_log.close()
 
     def trouble(self, incarnation: int, error: Exception) -> None:
         log.warning("%s: %s", type(error).__name__, error)
@@ -204,6 +220,7 @@ class StageHolder:
                     incarnation=incarnation,
                     error=type(error).__name__,
                     detail=str(error)[:500],
+                    peer_id=error.peer_id if isinstance(error, BoundaryHoleError) else "",
                 )
             )
         )
@@ -239,6 +256,7 @@ class StageHolder:
             credentials=self._credentials,
             device=self._device.torch_device,
             send=self._send,
+            log=self.boundary_log,
             faults=self._faults,
         )
         held_sums, self._held_sums = self._held_sums, None
@@ -273,6 +291,9 @@ class StageHolder:
             await worker.create()
             if assign.source == coordinator_pb2.STATE_SOURCE_INIT:
                 await worker.initialise()
+                return worker
+            if assign.source == coordinator_pb2.STATE_SOURCE_REPLAY:
+                await self._rebuild(worker, assign)
                 return worker
             donors = None
             if assign.source == coordinator_pb2.STATE_SOURCE_PEER:
@@ -311,12 +332,50 @@ class StageHolder:
             what, progress = self._fetching
             names = " and ".join(progress.sources) or "donors that are preparing it"
             return f"{100 * progress.share:.0f} % of {what} from {names}"
+        if self._replaying:
+            return self._replaying
         return self.member.waiting_for() if self.member else "an assignment"
 
     async def _close_pins(self) -> None:
         pins, self._pins = self._pins, None
         if pins is not None:
             await pins.close()
+
+    async def _rebuild(self, worker: StageWorker, assign: coordinator_pb2.Assign) -> None:
+        """The state of a lost stage, by replay."""
+        replay, stage = assign.replay, assign.stage
+        self._report(
+            f"replaying stage {stage} from step {replay.base_step} to {assign.step}, out of the "
+            "logs of its neighbours"
+        )
+        if replay.base_step:
+            await self._fetch(worker, replay.base_step, None)
+        else:
+            await worker.initialise()
+
+        def progress(step: int, log_bytes: int) -> None:
+            self._replaying = f"its replay: step {step} of {assign.step}"
+            replaying = coordinator_pb2.Replaying(
+                incarnation=assign.incarnation, step=step, log_bytes=log_bytes
+            )
+            self._send_event(coordinator_pb2.NodeEvent(replaying=replaying))
+
+        fetch = BoundaryFetch(
+            self._run, stage, replay.logs, boundary=self._boundary, credentials=self._credentials
+        )
+        try:
+            async with fetch:
+                await StageReplay(
+                    worker,
+                    replay,
+                    fetch=fetch,
+                    boundary=self._boundary,
+                    device=self._device.torch_device,
+                    log=self.boundary_log,
+                    progress=progress,
+                ).run()
+        finally:
+            self._replaying = ""
 
     def _drop_state(self) -> None:
         self._held_sums = None

@@ -17,8 +17,10 @@ import torch
 import xxhash
 
 from shoal.compression.registry import Boundary
+from shoal.node.boundary_log import BoundaryLog
 from shoal.node.inbox import BoundaryInbox, BoundaryTensor
 from shoal.node.links import PeerLinks
+from shoal.node.log_file import Sent
 from shoal.node.reduce import all_reduce
 from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.stage_worker import Computed, StageWorker
@@ -66,6 +68,8 @@ class Prepared:
     attempt: int
     totals: torch.Tensor
     digest: int
+    sent: Sequence[Sent] = ()
+    """What went over boundaries, for the log once the step is committed."""
 
 
 class StageMember:
@@ -79,6 +83,7 @@ class StageMember:
         credentials: Credentials,
         device: torch.device,
         send: Send,
+        log: BoundaryLog | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
         self.worker = worker
@@ -88,6 +93,7 @@ class StageMember:
         self._swarm = swarm
         self._send = send
         self._faults = faults
+        self._log = log
         run, runtime = worker.run, worker.runtime
         self._run = run
         self.boundary_inbox = BoundaryInbox(run, worker.spec, boundary, swarm, device, runtime.step)
@@ -189,6 +195,8 @@ class StageMember:
         await self._stop_step()
         digest = await self.worker.apply(prepared.totals, command)
         self.prepared = None
+        if self._log is not None:
+            self._log.append(command.step, self.worker.spec.stage, prepared.sent)
         self.boundary_inbox.close_step(command.step)
         self.reduce_inbox.close_step(command.step)
         self._send(
@@ -404,7 +412,9 @@ class StageMember:
             push=push_slice,
         )
         sums = await self.worker.prepare(outcome.totals)
-        self.prepared = Prepared(command.step, command.attempt, outcome.totals, sums.digest)
+        self.prepared = Prepared(
+            command.step, command.attempt, outcome.totals, sums.digest, self._sent()
+        )
         self._send(
             coordinator_pb2.NodeEvent(
                 prepared=coordinator_pb2.Prepared(
@@ -418,6 +428,11 @@ class StageMember:
                 )
             )
         )
+
+    def _sent(self) -> list[Sent]:
+        if self._work is None or self._log is None or not self._log.is_on:
+            return []
+        return [Sent(leg, microbatch, payload) for leg, microbatch, payload in self._work.sent()]
 
     def _push_slice(
         self, to: Incarnation, header: types_pb2.TensorHeader, payload: Payload

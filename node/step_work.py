@@ -223,6 +223,19 @@ class StepWork(Generic[P, T]):
             return []
         return [Push(lease.upstream, "backward", lease.microbatch, slot.input_gradient)]
 
+    def sent(self) -> list[tuple[Literal["forward", "backward"], MicrobatchId, P]]:
+        """(direction, microbatch, payload) of every boundary tensor that is kept, but for
+        validation: what a neighbour would need to compute the step again."""
+        kept: list[tuple[Literal["forward", "backward"], MicrobatchId, P]] = []
+        for microbatch, slot in self._slots.items():
+            if self.is_validation(microbatch):
+                continue
+            if slot.output is not None:
+                kept.append(("forward", microbatch, slot.output))
+            if slot.input_gradient is not None:
+                kept.append(("backward", microbatch, slot.input_gradient))
+        return kept
+
     # ---- facts for status ----------------------------------------------------------------
 
     def queue_depth(self) -> int:

@@ -46,7 +46,7 @@ class AtomicFile:
             raise storage_error(self.path, error) from error
 
     def commit(self) -> None:
-        """Durable under its name when this returns."""
+        """Under its name when this returns, durably unless told otherwise."""
         try:
             require_space(self.path)
             self._file.flush()

@@ -176,6 +176,18 @@ class NumericOverflowError(ProtocolError):
     grpc_status = grpc.StatusCode.OUT_OF_RANGE
 
 
+class BoundaryHoleError(ProtocolError):
+    """A replay lacks what a peer's boundary log should hold; `peer_id` says whose."""
+
+    def __init__(self, message: str, peer_id: str = "") -> None:
+        super().__init__(message)
+        self.peer_id = peer_id
+
+
+class ReplayMismatchError(ProtocolError):
+    """A replayed step gave other sums or weights than its record."""
+
+
 class RecordError(ProtocolError):
     """A discovery record that is forged, expired, or speaks for somebody else."""
 

@@ -116,6 +116,9 @@ class FaultSpec(_Spec):
     heartbeat_s: PositiveFloat = 0.5
     lease_s: PositiveFloat = 5.0
     """A silent node is fenced after this long, or later where heartbeats come irregularly."""
+    boundary_log_mb: Annotated[int, Field(ge=0)] = 1024
+    """Disk, in units of 10^6 bytes, that each node gives to the log of what it sent over stage
+    boundaries; a lost stage is replayed from it. 0 keeps no log: the run rolls back instead."""
 
 
 class ValidationSpec(_Spec):

@@ -227,7 +227,8 @@ def _identity(message: bytes) -> bytes:
 
 
 def add_peer_servicer(servicer: peer_pb2_grpc.PeerServicer, server: grpc.aio.Server) -> None:
-    """Like the generated function, but `Push` and `Reduce` receive serialized frames."""
+    """Like the generated function, but `Push` and `Reduce` receive serialized frames, and
+    `FetchBoundary` yields them."""
     handlers = {
         name: grpc.stream_stream_rpc_method_handler(
             getattr(servicer, name),
@@ -245,6 +246,11 @@ def add_peer_servicer(servicer: peer_pb2_grpc.PeerServicer, server: grpc.aio.Ser
         servicer.DescribeState,
         request_deserializer=peer_pb2.StateRequest.FromString,
         response_serializer=peer_pb2.StateDescription.SerializeToString,
+    )
+    handlers["FetchBoundary"] = grpc.unary_stream_rpc_method_handler(
+        servicer.FetchBoundary,
+        request_deserializer=peer_pb2.BoundaryRequest.FromString,
+        response_serializer=_identity,
     )
     handlers["Ping"] = grpc.unary_unary_rpc_method_handler(
         servicer.Ping,
@@ -266,3 +272,15 @@ def open_tensor_stream(
         response_deserializer=peer_pb2.PushAck.FromString,
     )
     return call(None, metadata=metadata)
+
+
+def fetch_boundary(
+    channel: grpc.aio.Channel, request: peer_pb2.BoundaryRequest, *, timeout_s: float
+) -> AsyncIterable[bytes]:
+    """Serialized frames out of a peer's boundary log, for `receive_tensors`."""
+    call = channel.unary_stream(
+        "/shoal.v1.Peer/FetchBoundary",
+        request_serializer=peer_pb2.BoundaryRequest.SerializeToString,
+        response_deserializer=_identity,
+    )
+    return call(request, timeout=timeout_s)

@@ -36,6 +36,9 @@ _RUN_GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
      lambda v: v.microbatches_double),
     ("shoal_steps_lost", "Committed steps that were lost, must be 0", lambda v: v.steps_lost),
     ("shoal_snapshot_step", "Step of the newest complete snapshot", lambda v: v.snapshot_step),
+    ("shoal_boundary_log_bytes", "Bytes held by all boundary logs", lambda v: v.log_bytes),
+    ("shoal_replays", "Lost stages that were replayed from logs", lambda v: v.replays),
+    ("shoal_rollbacks", "Losses after which all stages went back", lambda v: v.rollbacks),
     ("shoal_start_time_seconds", "Unix time of the launch", lambda v: v.started_s),
 )  # fmt: skip
 

@@ -102,6 +102,8 @@ class NodeView(_View):
     last_seen_s: Number = 0.0
     """Unix time of the last heartbeat; 0 before the first."""
     discovered_peers: Count = 0
+    log_bytes: Count = 0
+    """On its disk, of what it sent over boundaries since the newest snapshot."""
     marks: Count = 0
     """How often it sent something that was refused."""
 
@@ -189,6 +191,17 @@ class RunView(_View):
     """Ascending by step, at most `MAX_HISTORY`."""
     events: list[EventLine] = []
     """Newest last, at most `MAX_EVENTS`."""
+    log_bytes: Count = 0
+    """Of all boundary logs that are attached."""
+    replays: Count = 0
+    """Lost stages whose state was computed again out of their neighbours' logs."""
+    replay_seconds: Number = 0.0
+    replay_bytes: Count = 0
+    """Read out of logs for that."""
+    rollbacks: Count = 0
+    """Losses after which every stage went back to a snapshot."""
+    rollback_seconds: Number = 0.0
+    """Until the run was at its old step again."""
     weights_digest: Text | None = None
     snapshot_step: Count | None = None
     join_link: str | None = None

@@ -103,6 +103,10 @@ class _StateSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateSour
     """From a replica of the stage."""
     STATE_SOURCE_SNAPSHOT: _StateSource.ValueType  # 4
     """From the coordinator's snapshot store."""
+    STATE_SOURCE_REPLAY: _StateSource.ValueType  # 5
+    """The last holder is lost: from an older snapshot (or from the beginning), and the steps since
+    computed again out of what the neighbours logged; see Replay.
+    """
 
 class StateSource(_StateSource, metaclass=_StateSourceEnumTypeWrapper): ...
 
@@ -115,6 +119,10 @@ STATE_SOURCE_PEER: StateSource.ValueType  # 3
 """From a replica of the stage."""
 STATE_SOURCE_SNAPSHOT: StateSource.ValueType  # 4
 """From the coordinator's snapshot store."""
+STATE_SOURCE_REPLAY: StateSource.ValueType  # 5
+"""The last holder is lost: from an older snapshot (or from the beginning), and the steps since
+computed again out of what the neighbours logged; see Replay.
+"""
 Global___StateSource: _TypeAlias = StateSource  # noqa: Y015
 
 @_typing.final
@@ -265,6 +273,7 @@ class NodeEvent(_message.Message):
     FAREWELL_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     PROMOTED_FIELD_NUMBER: _builtins.int
+    REPLAYING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -285,6 +294,8 @@ class NodeEvent(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def promoted(self) -> Global___Promoted: ...
+    @_builtins.property
+    def replaying(self) -> Global___Replaying: ...
     def __init__(
         self,
         *,
@@ -298,12 +309,13 @@ class NodeEvent(_message.Message):
         farewell: Global___Farewell | None = ...,
         release: Global___Release | None = ...,
         promoted: Global___Promoted | None = ...,
+        replaying: Global___Replaying | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "trouble", b"trouble"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "replaying", b"replaying", "trouble", b"trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "replaying", b"replaying", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "release", "promoted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "release", "promoted", "replaying"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -442,6 +454,8 @@ class Heartbeat(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     DISCOVERED_PEERS_FIELD_NUMBER: _builtins.int
+    LOG_BYTES_FIELD_NUMBER: _builtins.int
+    LOG_OLDEST_STEP_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     queue_depth: _builtins.int
     """Forward and backward tasks that wait for the processor."""
@@ -455,6 +469,9 @@ class Heartbeat(_message.Message):
     """What the node waits for, in plain words; empty when busy."""
     discovered_peers: _builtins.int
     """Discovery records that the node has seen of this run's peers."""
+    log_bytes: _builtins.int
+    """Bytes of the node's boundary log of this run, and the oldest step in it; 0 for an empty log."""
+    log_oldest_step: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress:
         """How far the node is, so that one that waits can be told from one that hangs."""
@@ -469,11 +486,13 @@ class Heartbeat(_message.Message):
         bytes_received: _builtins.int = ...,
         waiting_for: _builtins.str = ...,
         discovered_peers: _builtins.int = ...,
+        log_bytes: _builtins.int = ...,
+        log_oldest_step: _builtins.int = ...,
         progress: Global___Progress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "discovered_peers", b"discovered_peers", "memory_bytes", b"memory_bytes", "microbatches_per_s", b"microbatches_per_s", "progress", b"progress", "queue_depth", b"queue_depth", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "discovered_peers", b"discovered_peers", "log_bytes", b"log_bytes", "log_oldest_step", b"log_oldest_step", "memory_bytes", b"memory_bytes", "microbatches_per_s", b"microbatches_per_s", "progress", b"progress", "queue_depth", b"queue_depth", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -728,6 +747,35 @@ class Trouble(_message.Message):
 Global___Trouble: _TypeAlias = Trouble  # noqa: Y015
 
 @_typing.final
+class Replaying(_message.Message):
+    """How far a replay has come; for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LOG_BYTES_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    step: _builtins.int
+    """The step that the state contains now."""
+    log_bytes: _builtins.int
+    """Bytes that came out of the neighbours' logs so far."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        log_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "log_bytes", b"log_bytes", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replaying: _TypeAlias = Replaying  # noqa: Y015
+
+@_typing.final
 class Farewell(_message.Message):
     """The node leaves on purpose: it gives back the leases that it has not begun (Release), stays until
     what it has summed is reduced, and is then let go.
@@ -804,6 +852,7 @@ class Command(_message.Message):
     DISMISS_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     PIN_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def assign(self) -> Global___Assign: ...
@@ -828,6 +877,8 @@ class Command(_message.Message):
     @_builtins.property
     def pin(self) -> Global___Pin: ...
     @_builtins.property
+    def truncate(self) -> Global___TruncateLog: ...
+    @_builtins.property
     def pull(self) -> Global___Pull: ...
     def __init__(
         self,
@@ -843,13 +894,14 @@ class Command(_message.Message):
         dismiss: Global___Dismiss | None = ...,
         renew: Global___RenewSoon | None = ...,
         pin: Global___Pin | None = ...,
+        truncate: Global___TruncateLog | None = ...,
         pull: Global___Pull | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "truncate", b"truncate", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "truncate", b"truncate", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assign", "plan", "step_open", "leases", "reduce", "commit", "snapshot", "wait", "dismiss", "renew", "pin", "pull"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assign", "plan", "step_open", "leases", "reduce", "commit", "snapshot", "wait", "dismiss", "renew", "pin", "truncate", "pull"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -867,6 +919,7 @@ class Assign(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     DONORS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
@@ -878,6 +931,10 @@ class Assign(_message.Message):
     def donors(self) -> Global___Donors:
         """Whom to copy from, when source is PEER."""
 
+    @_builtins.property
+    def replay(self) -> Global___Replay:
+        """How to get there, when source is REPLAY."""
+
     def __init__(
         self,
         *,
@@ -887,10 +944,11 @@ class Assign(_message.Message):
         source: Global___StateSource.ValueType = ...,
         donors: Global___Donors | None = ...,
         tier: _types_pb2.Tier.ValueType = ...,
+        replay: Global___Replay | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors", "replay", b"replay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors", "incarnation", b"incarnation", "source", b"source", "stage", b"stage", "step", b"step", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors", "incarnation", b"incarnation", "replay", b"replay", "source", b"source", "stage", b"stage", "step", b"step", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1009,6 +1067,104 @@ class Pull(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pull: _TypeAlias = Pull  # noqa: Y015
+
+@_typing.final
+class Replay(_message.Message):
+    """The steps that lead from a snapshot to the state wanted, each with where its inputs are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_STEP_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    base_step: _builtins.int
+    """The state to begin with: a snapshot in the coordinator's store; 0 is the beginning."""
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Member]:
+        """Nodes whose boundary logs are read; BoundarySource.log is an index into this list."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplayStep]:
+        """base_step + 1 and the following ones, at most 512."""
+
+    def __init__(
+        self,
+        *,
+        base_step: _builtins.int = ...,
+        logs: _abc.Iterable[_types_pb2.Member] | None = ...,
+        steps: _abc.Iterable[Global___ReplayStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_step", b"base_step", "logs", b"logs", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replay: _TypeAlias = Replay  # noqa: Y015
+
+@_typing.final
+class ReplayStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMIT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    HAS_WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    GRADIENTS_FIELD_NUMBER: _builtins.int
+    weights_digest: _builtins.int
+    """Tree hash of the stage's weights after the step, where it is on record."""
+    has_weights_digest: _builtins.bool
+    @_builtins.property
+    def commit(self) -> Global___Commit:
+        """What the step's record says: the sums must have its digest."""
+
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoundarySource]:
+        """Who logged the stage's inputs; none at stage 0."""
+
+    @_builtins.property
+    def gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoundarySource]:
+        """Who logged the gradients of its outputs; none at the last stage."""
+
+    def __init__(
+        self,
+        *,
+        commit: Global___Commit | None = ...,
+        weights_digest: _builtins.int = ...,
+        has_weights_digest: _builtins.bool = ...,
+        inputs: _abc.Iterable[Global___BoundarySource] | None = ...,
+        gradients: _abc.Iterable[Global___BoundarySource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "gradients", b"gradients", "has_weights_digest", b"has_weights_digest", "inputs", b"inputs", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayStep: _TypeAlias = ReplayStep  # noqa: Y015
+
+@_typing.final
+class BoundarySource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_FIELD_NUMBER: _builtins.int
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    log: _builtins.int
+    @_builtins.property
+    def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        log: _builtins.int = ...,
+        microbatches: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log", b"log", "microbatches", b"microbatches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundarySource: _TypeAlias = BoundarySource  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
@@ -1358,6 +1514,27 @@ class RenewSoon(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewSoon: _TypeAlias = RenewSoon  # noqa: Y015
+
+@_typing.final
+class TruncateLog(_message.Message):
+    """Every stage has a snapshot of this step: what the boundary log holds up to it is needed no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THROUGH_STEP_FIELD_NUMBER: _builtins.int
+    through_step: _builtins.int
+    def __init__(
+        self,
+        *,
+        through_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["through_step", b"through_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TruncateLog: _TypeAlias = TruncateLog  # noqa: Y015
 
 @_typing.final
 class ShardRequest(_message.Message):

@@ -185,6 +185,42 @@ class StateChunk(_message.Message):
 Global___StateChunk: _TypeAlias = StateChunk  # noqa: Y015
 
 @_typing.final
+class BoundaryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    step: _builtins.int
+    stage: _builtins.int
+    """The stage that the tensors were sent to: that of whoever asks."""
+    direction: _types_pb2.Direction.ValueType
+    """FORWARD for the stage's inputs, BACKWARD for the gradients of its outputs."""
+    @_builtins.property
+    def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most as many as a step has."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        direction: _types_pb2.Direction.ValueType = ...,
+        microbatches: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "microbatches", b"microbatches", "run_id", b"run_id", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundaryRequest: _TypeAlias = BoundaryRequest  # noqa: Y015
+
+@_typing.final
 class PingRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

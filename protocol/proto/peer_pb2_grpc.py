@@ -55,6 +55,11 @@ class PeerStub:
                 request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
                 response_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateChunk.FromString,
                 _registered_method=True)
+        self.FetchBoundary = channel.unary_stream(
+                '/shoal.v1.Peer/FetchBoundary',
+                request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.BoundaryRequest.SerializeToString,
+                response_deserializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
+                _registered_method=True)
         self.Ping = channel.unary_unary(
                 '/shoal.v1.Peer/Ping',
                 request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.PingRequest.SerializeToString,
@@ -96,6 +101,14 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchBoundary(self, request, context):
+        """What the node once sent over a boundary, out of its log; same framing as Push. What the log
+        lacks is left out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ping(self, request, context):
         """Liveness and round-trip time.
         """
@@ -125,6 +138,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.FetchState,
                     request_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.FromString,
                     response_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.StateChunk.SerializeToString,
+            ),
+            'FetchBoundary': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchBoundary,
+                    request_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.BoundaryRequest.FromString,
+                    response_serializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.SerializeToString,
             ),
             'Ping': grpc.unary_unary_rpc_method_handler(
                     servicer.Ping,
@@ -240,6 +258,33 @@ class Peer:
             '/shoal.v1.Peer/FetchState',
             shoal_dot_protocol_dot_proto_dot_peer__pb2.StateRequest.SerializeToString,
             shoal_dot_protocol_dot_proto_dot_peer__pb2.StateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchBoundary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shoal.v1.Peer/FetchBoundary',
+            shoal_dot_protocol_dot_proto_dot_peer__pb2.BoundaryRequest.SerializeToString,
+            shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
             options,
             channel_credentials,
             insecure,

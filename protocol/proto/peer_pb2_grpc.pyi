@@ -50,6 +50,10 @@ class PeerStub:
     """
     FetchState: _grpc.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]
     """The chunks asked for, of a version that the coordinator has had pinned (Pin)."""
+    FetchBoundary: _grpc.UnaryStreamMultiCallable[_peer_pb2.BoundaryRequest, _types_pb2.TensorFrame]
+    """What the node once sent over a boundary, out of its log; same framing as Push. What the log
+    lacks is left out.
+    """
     Ping: _grpc.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.PingReply]
     """Liveness and round-trip time."""
 
@@ -70,6 +74,10 @@ class PeerAsyncStub(PeerStub):
     """
     FetchState: _aio.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]  # type: ignore[assignment]
     """The chunks asked for, of a version that the coordinator has had pinned (Pin)."""
+    FetchBoundary: _aio.UnaryStreamMultiCallable[_peer_pb2.BoundaryRequest, _types_pb2.TensorFrame]  # type: ignore[assignment]
+    """What the node once sent over a boundary, out of its log; same framing as Push. What the log
+    lacks is left out.
+    """
     Ping: _aio.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.PingReply]  # type: ignore[assignment]
     """Liveness and round-trip time."""
 
@@ -111,6 +119,16 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.StateChunk], _abc.AsyncIterator[_peer_pb2.StateChunk]]:
         """The chunks asked for, of a version that the coordinator has had pinned (Pin)."""
+
+    @_abc_1.abstractmethod
+    def FetchBoundary(
+        self,
+        request: _peer_pb2.BoundaryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_types_pb2.TensorFrame], _abc.AsyncIterator[_types_pb2.TensorFrame]]:
+        """What the node once sent over a boundary, out of its log; same framing as Push. What the log
+        lacks is left out.
+        """
 
     @_abc_1.abstractmethod
     def Ping(

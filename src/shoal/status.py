@@ -148,6 +148,15 @@ def _numbers(view: RunView) -> Text:
     ]
     if view.snapshot_step is not None:
         fields.append(f"snapshot at step {view.snapshot_step}")
+    if view.log_bytes:
+        fields.append(f"logs {human_bytes(view.log_bytes)}")
+    if view.replays:
+        fields.append(
+            f"{view.replays} replays ({view.replay_seconds:.1f} s, "
+            f"{human_bytes(view.replay_bytes)} of logs)"
+        )
+    if view.rollbacks:
+        fields.append(f"{view.rollbacks} rollbacks ({view.rollback_seconds:.1f} s)")
     return Text(f"{first_line}\n{' · '.join(fields)}")
 
 

@@ -10,7 +10,7 @@ what can happen next, and the test (or `settle`, in a fixed order) chooses.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def mix(*parts: int) -> int:
 
 def make_run(
     *, stages: int = 2, steps: int = 4, microbatches: int = 4, snapshot_every: int = 2,
-    validation_every: int = 3, min_nodes: int = 0, replicas: int = 2,
+    validation_every: int = 3, min_nodes: int = 0, replicas: int = 2, boundary_log_mb: int = 1,
 ) -> ResolvedRun:  # fmt: skip
     shard = ShardRef(sha256="0" * 64, num_tokens=1000)
     return ResolvedRun(
@@ -66,7 +66,10 @@ def make_run(
                 cuts=tuple(range(1, stages)),
             ),
             validation=ValidationSpec(every=validation_every, microbatches=2),
-            fault=FaultSpec(snapshot_every=snapshot_every, heartbeat_s=0.5, lease_s=5.0),
+            fault=FaultSpec(
+                snapshot_every=snapshot_every, heartbeat_s=0.5, lease_s=5.0,
+                boundary_log_mb=boundary_log_mb,
+            ),
         ),
         data=DataManifest(
             vocab_size=40, token_bytes=2, train=(shard,), validation=(shard,),
@@ -177,6 +180,10 @@ def scaled(total: int, coarsen: int) -> int:
     return mix(total, coarsen) if coarsen else total
 
 
+class LogHole(Exception):
+    """A boundary log lacks something; `args` says whose."""
+
+
 Message = tuple[int, int, str, int, int, int, int]
 """(step, attempt, kind, microbatch or round, value, sender, receiver)."""
 
@@ -209,6 +216,8 @@ class FakeNode:
         self.copying: tuple[pb.Assign, int | None] | None = None
         self.uploads: list[tuple[int, int, int]] = []  # (step, stage, weights)
         self.held_sums: tuple[int, int] | None = None
+        self.sent: list[tuple[str, int, int]] = []  # with the sums that are prepared or held
+        self.replayed: list[pb.ReplayStep] | None = None  # steps still to do
         # What a test may break.
         self.busy_s = 0.1  # as it reports for each microbatch
         self.corrupt_bits = 0
@@ -218,6 +227,7 @@ class FakeNode:
         self.dtype = swarm.dtype
         self.flaky: deque[BadNumbers] = deque()  # what its next tasks fail with
         self.norm: float | None = None  # as it reports it for each tensor
+        self.corrupt_log = 0
         self.mute = False  # computes nothing, though its heart beats
         self.task_s = 0.0  # what a task takes
         self.leaving = False
@@ -250,7 +260,16 @@ class FakeNode:
         if self.incarnation and self.prepared is not None:
             self.held_sums = self.prepared
         self.incarnation, self.current, self.reduction, self.prepared = 0, None, None, None
-        self.copying, self.early, self.uploads = None, [], []
+        self.copying, self.early, self.uploads, self.replayed = None, [], [], None
+
+    @property
+    def log(self) -> dict[tuple[int, int], dict[tuple[str, int], int]]:
+        """The boundary log on its disk: (step, stage) -> (direction, microbatch) -> value."""
+        return self.swarm.disks.setdefault(self.peer_id, {})
+
+    def write_log(self, step: int, stage: int, sent: list[tuple[str, int, int]]) -> None:
+        if self.swarm.run.spec.fault.boundary_log_mb:
+            self.log[step, stage] = {(kind, m): value for kind, m, value in sent}
 
     def drop(self) -> None:
         """The connection breaks; the process lives."""
@@ -265,16 +284,26 @@ class FakeNode:
         self.step, self.held_sums = -1, None
         self.drop()
         self.swarm.nodes.pop(self.peer_id)
+        self.swarm.disks.pop(self.peer_id, None)  # nobody comes back to it: see `start_again`
 
     def say(self, **event: object) -> None:
         self.events.append(pb.NodeEvent(**event))  # type: ignore[arg-type]
 
-    def trouble(self, kind: "pb.TroubleKind.ValueType", detail: str, **more: int) -> None:
+    def trouble(
+        self,
+        kind: "pb.TroubleKind.ValueType",
+        detail: str,
+        *,
+        error: str = "FakeError",
+        peer_id: str = "",
+        **more: int,
+    ) -> None:
         self.say(
             trouble=pb.Trouble(
-                kind=kind, incarnation=self.incarnation, error="FakeError", detail=detail, **more
+                kind=kind, incarnation=self.incarnation, error=error, detail=detail,
+                peer_id=peer_id, **more,
             )
-        )
+        )  # fmt: skip
 
     # ---- what can happen at this node ----------------------------------------------------
 
@@ -315,7 +344,10 @@ class FakeNode:
             return
         self.commands_seen.append(command)
         kind = command.WhichOneof("command")
-        if kind == "dismiss":
+        if kind == "truncate":
+            for key in [k for k in self.log if k[0] <= command.truncate.through_step]:
+                del self.log[key]
+        elif kind == "dismiss":
             if command.dismiss.come_back:
                 self.detach()
             else:
@@ -357,8 +389,15 @@ class FakeNode:
             weights = self.copy(assign.donors, assign.step)
         elif source == pb.STATE_SOURCE_SNAPSHOT:
             weights = self.swarm.snapshots.complete[assign.step][assign.stage]
+        elif source == pb.STATE_SOURCE_REPLAY:
+            base, self.replayed = assign.replay.base_step, list(assign.replay.steps)
+            weights = initial_weights(assign.stage)
+            if base:
+                weights = self.swarm.snapshots.complete[base][assign.stage]
         elif self.stage == assign.stage and self.step >= 0:
             weights = self.weights
+        if source != pb.STATE_SOURCE_KEEP:
+            self.step = -1  # dropped first
         self.copying = assign, weights
 
     def copy(self, donors: pb.Donors, step: int) -> int | None:
@@ -375,7 +414,76 @@ class FakeNode:
                 self.say(trouble=pb.Trouble(kind=bad, peer_id=member.peer_id, error="FakeError"))
         return next(iter(found.values()), None)
 
+    def replay_step(self) -> None:
+        """One step of a lost stage, out of its neighbours' logs."""
+        assert self.copying is not None
+        assert self.replayed
+        (assign, weights), step = self.copying, self.replayed.pop(0)
+        assert weights is not None
+        self.incarnation = assign.incarnation
+        try:
+            total, sent = self._replayed(assign, weights, step)
+        except LogHole as hole:
+            self.copying = self.replayed = None
+            self.trouble(
+                pb.TROUBLE_KIND_OWN_FAILURE, "a hole", error="BoundaryHoleError",
+                peer_id=str(hole.args[0]),
+            )  # fmt: skip
+            return
+        after = applied(weights, total, step.commit.step)
+        wrong = step.has_weights_digest and after != step.weights_digest
+        if total != step.commit.sums_digest or wrong:
+            self.copying = self.replayed = None
+            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "other bits", error="ReplayMismatchError")
+            return
+        self.copying = assign, after
+        self.write_log(step.commit.step, assign.stage, sent)
+        self.say(
+            replaying=pb.Replaying(
+                incarnation=assign.incarnation, step=step.commit.step, log_bytes=8 * len(sent)
+            )
+        )
+
+    def _replayed(
+        self, assign: pb.Assign, weights: int, step: pb.ReplayStep
+    ) -> tuple[int, list[tuple[str, int, int]]]:
+        number, stage, total = step.commit.step, assign.stage, 0
+        inputs = self._logged(assign.replay, number, stage - 1, "forward", step.inputs)
+        gradients = self._logged(assign.replay, number, stage + 1, "backward", step.gradients)
+        sent: list[tuple[str, int, int]] = []
+        for m in range(self.swarm.run.spec.batch.microbatches):
+            x = inputs[m] if stage else 0
+            is_last = stage == self.swarm.num_stages - 1
+            gradient = mix(number, m, stage, weights, x, 0 if is_last else gradients[m], 1)
+            total = (total + gradient) & MASK
+            if not is_last:
+                sent.append(("forward", m, mix(number, m, stage, weights, x)))
+            if stage:
+                sent.append(("backward", m, gradient))
+        exponent = step.commit.scale_exponent
+        return scaled(total, coarsened(self.swarm.run.spec.tokens_per_step, exponent)), sent
+
+    def _logged(
+        self, replay: pb.Replay, step: int, stage: int, kind: str,
+        sources: Iterable[pb.BoundarySource],
+    ) -> dict[int, int]:  # fmt: skip
+        found = {}
+        for source in sources:
+            peer_id = PeerId(replay.logs[source.log].peer_id)
+            node = self.swarm.nodes.get(peer_id)
+            if node is None or node.frozen:
+                raise LogHole(peer_id)
+            entries = node.log.get((step, stage), {})
+            for m in source.microbatches:
+                if (kind, m) not in entries:
+                    raise LogHole(peer_id)
+                found[m] = entries[kind, m] ^ node.corrupt_log
+        return found
+
     def finish_copy(self) -> None:
+        if self.replayed:
+            self.replay_step()
+            return
         assert self.copying is not None
         (assign, weights), self.copying = self.copying, None
         held, self.held_sums = self.held_sums, None
@@ -604,7 +712,7 @@ class FakeNode:
         if reduction.unacknowledged or set(reduction.partials) != parts:
             return
         total = scaled(sum(reduction.partials.values()) & MASK, now.coarsen) ^ self.corrupt_sums
-        self.prepared = now.step, total
+        self.prepared, self.sent = (now.step, total), list(now.work.sent())
         self.say(
             prepared=pb.Prepared(
                 incarnation=self.incarnation, step=now.step, attempt=now.attempt,
@@ -625,6 +733,7 @@ class FakeNode:
             return
         self.weights = applied(self.weights, command.sums_digest, command.step)
         self.weights ^= self.corrupt_weights
+        self.write_log(command.step, self.stage, self.sent)
         self.step, self.prepared = command.step, None
         self.current = self.reduction = None
         self.early = [m for m in self.early if m[0] > self.step]
@@ -662,6 +771,8 @@ class FakeSwarm:
         self.snapshots = FakeSnapshots()
         self.conductor = self._conduct()
         self.nodes: dict[PeerId, FakeNode] = {}
+        self.disks: dict[PeerId, dict[tuple[int, int], dict[tuple[str, int], int]]] = {}
+        """Boundary logs; they outlive the processes."""
         self.messages: list[Message] = []
         self.beat_s = 0.5
         self._beaten_s = self.now_s
@@ -680,6 +791,16 @@ class FakeSwarm:
         self.nodes[node.peer_id] = node
         node.attach()
         return node
+
+    def start_again(self, node: FakeNode) -> FakeNode:
+        """The process is killed and started again: same identity and disk, empty memory."""
+        log = node.log
+        node.kill()
+        self.disks[node.peer_id] = log
+        again = FakeNode(self, node.peer_id)
+        self.nodes[node.peer_id] = again
+        again.attach()
+        return again
 
     def restart(self, *, lose_soft: bool = True) -> None:
         """The coordinator dies and starts again from what is on the disk."""
@@ -724,6 +845,9 @@ class FakeSwarm:
                 found.append(lambda m=message: self.messages.remove(m))  # type: ignore[misc]
             elif not (receiver.frozen or sender.frozen) and receiver.knows(message[5]):
                 found.append(lambda m=message: self.deliver(m))  # type: ignore[misc]
+        for peer_id in self.conductor.missing_holders():
+            if peer_id not in self.nodes:  # its address refuses the connection
+                found.append(lambda p=peer_id: self.conductor.process_gone(p))  # type: ignore[misc]
         return found
 
     def deliver(self, message: Message) -> None:
@@ -744,9 +868,14 @@ class FakeSwarm:
             self._beaten_s = self.now_s
             for node in self.live:
                 if node.session is not None:
+                    log = node.log
                     beat = pb.NodeEvent(
-                        heartbeat=pb.Heartbeat(memory_bytes=1, progress=node.progress())
-                    )
+                        heartbeat=pb.Heartbeat(
+                            memory_bytes=1, progress=node.progress(),
+                            log_bytes=sum(8 * len(e) for e in log.values()),
+                            log_oldest_step=min((step for step, _ in log), default=0),
+                        )
+                    )  # fmt: skip
                     self.conductor.receive(node.session, beat)
         self.conductor.tick()
 

@@ -127,8 +127,8 @@ def test_a_lost_stage_waits_for_its_old_holders_and_goes_on_with_what_they_kept(
     swarm.run_until(in_step(swarm, 3))
     lost = lose_stage(swarm, 1)
     swarm.settle()
-    assert "its last holders have 10 s to come back" in swarm.conductor.waiting_for
-    swarm.pass_time(5)
+    assert "its last holders have 3 s to come back" in swarm.conductor.waiting_for
+    swarm.pass_time(2)
     lost[0].frozen = False
     swarm.finish()
     assert "rolled_back" not in kinds(swarm)
@@ -151,13 +151,12 @@ def test_holders_lost_before_they_applied_a_committed_step_come_back_and_apply_i
 
 
 def test_a_stage_lost_for_good_rolls_the_run_back_and_records_are_reproduced() -> None:
-    swarm = FakeSwarm(make_run(steps=6, snapshot_every=3), 4)
+    swarm = FakeSwarm(make_run(steps=6, snapshot_every=3, boundary_log_mb=0), 4)
     swarm.run_until(lambda: swarm.conductor.state.step == 5 and 3 in swarm.snapshots.complete)
     before = dict(swarm.conductor.state.records)
-    for node in swarm.at(1):
-        node.kill()
+    lose_stage(swarm, 1)
     swarm.settle()
-    swarm.pass_time(9)
+    swarm.pass_time(2)
     assert swarm.conductor.state.step == 5
     assert "has no node that holds step 5" in swarm.conductor.waiting_for
     swarm.run_until(lambda: "rolled_back" in kinds(swarm))
@@ -167,11 +166,13 @@ def test_a_stage_lost_for_good_rolls_the_run_back_and_records_are_reproduced() -
     after = swarm.conductor.state.records
     assert {step: after[step] for step in before} == before
     assert len(swarm.conductor.state.records) == 6
+    recovered = swarm.conductor.state.recovered
+    assert (recovered.rollbacks, recovered.replays, recovered.recomputing_to) == (1, 0, 0)
     assert_undisturbed(swarm)
 
 
 def test_without_a_snapshot_a_run_goes_back_to_the_beginning() -> None:
-    swarm = FakeSwarm(make_run(snapshot_every=50), 4)
+    swarm = FakeSwarm(make_run(snapshot_every=50, boundary_log_mb=0), 4)
     swarm.run_to_step(3)
     for node in swarm.at(0):
         node.kill()
@@ -182,7 +183,7 @@ def test_without_a_snapshot_a_run_goes_back_to_the_beginning() -> None:
 
 
 def test_a_lost_stage_that_nobody_can_take_waits_without_rolling_back() -> None:
-    swarm = FakeSwarm(make_run(replicas=1, snapshot_every=50), 2)
+    swarm = FakeSwarm(make_run(replicas=1, snapshot_every=50, boundary_log_mb=0), 2)
     swarm.run_to_step(2)
     swarm.at(1)[0].kill()
     swarm.settle()
@@ -200,12 +201,12 @@ def test_no_spare_replica_loses_its_place_while_a_lost_stage_waits_for_its_holde
     swarm.run_until(in_step(swarm, 3))
     others = {n.peer_id: n.incarnation for n in swarm.at(0)}
     lose_stage(swarm, 1)
-    swarm.pass_time(5)
+    swarm.pass_time(2)
     assert {n.peer_id: n.incarnation for n in swarm.at(0)} == others
 
 
 def test_a_recomputed_step_with_other_bits_fails_the_run() -> None:
-    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50, replicas=1), 2)
+    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50, replicas=1, boundary_log_mb=0), 2)
     swarm.run_to_step(3)
     swarm.at(1)[0].kill()
     swarm.join().corrupt_weights = 1
@@ -215,7 +216,7 @@ def test_a_recomputed_step_with_other_bits_fails_the_run() -> None:
 
 
 def test_a_recomputed_step_with_other_sums_fails_the_run() -> None:
-    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50, replicas=1), 2)
+    swarm = FakeSwarm(make_run(steps=6, snapshot_every=50, replicas=1, boundary_log_mb=0), 2)
     swarm.run_to_step(3)
     swarm.at(1)[0].kill()
     swarm.join().corrupt_sums = 1

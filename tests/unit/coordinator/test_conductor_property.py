@@ -21,6 +21,8 @@ ORDER, TIME, DISTURB = range(3)
 
 disturbances: dict[str, Callable[[FakeSwarm, FakeNode], object]] = {
     "lose the process": lambda swarm, node: node.kill(),
+    "start the process again": lambda swarm, node: swarm.start_again(node),
+    "lose the log": lambda swarm, node: node.log.clear(),
     "lose the connection": lambda swarm, node: node.drop(),
     "fall silent": lambda swarm, node: setattr(node, "frozen", True),
     "wake up": lambda swarm, node: setattr(node, "frozen", False),
@@ -101,6 +103,7 @@ shapes = st.fixed_dictionaries(
         "snapshot_every": st.sampled_from([1, 2, 9]),
         "validation_every": st.integers(0, 2),
         "min_nodes": st.integers(0, 1),
+        "boundary_log_mb": st.integers(0, 1),
     }
 )
 

@@ -7,17 +7,20 @@ import pytest
 
 from shoal.coordinator.recovery import (
     JOIN_DEADLINE_S,
+    RECLAIM_S,
+    RESTART_RECLAIM_S,
     LostStage,
     Readiness,
     join_deadline_s,
     keepable,
     lost_stages,
+    may_return,
     obstacle,
     rollback_target,
     source,
 )
 from shoal.coordinator.state import RunState
-from shoal.protocol.ids import Stage
+from shoal.protocol.ids import PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2 as pb
 
 from .test_state import committed
@@ -72,8 +75,13 @@ LOST = LostStage(Stage(1), has_source=False, is_kept=False, is_taken=True)
 @pytest.mark.parametrize(
     ("lost", "lost_for_s", "decision"),
     [
-        (LOST, 9.9, "wait"),
-        (LOST, 10.0, "roll back"),
+        (LOST, RECLAIM_S - 0.1, "wait"),
+        (LOST, RECLAIM_S, "roll back"),
+        (replace(LOST, may_return=False), 0.0, "roll back"),
+        (replace(LOST, may_return=False, can_replay=True), 0.0, "replay"),
+        (replace(LOST, can_replay=True), RECLAIM_S - 0.1, "wait"),
+        (replace(LOST, can_replay=True), RECLAIM_S, "replay"),
+        (replace(LOST, can_replay=True, is_taken=False), 60.0, "go on"),
         (replace(LOST, is_taken=False), 60.0, "go on"),
         (replace(LOST, is_kept=True), 60.0, "go on"),
         (replace(LOST, has_source=True), 60.0, "go on"),
@@ -83,6 +91,26 @@ def test_a_lost_stage_waits_for_its_holders_before_the_run_rolls_back(
     lost: LostStage, lost_for_s: float, decision: str
 ) -> None:
     assert lost_stages([lost], step=3, lost_for_s=lost_for_s) == decision
+
+
+def test_one_stage_that_can_not_be_replayed_rolls_all_back() -> None:
+    other = replace(LOST, stage=Stage(0), can_replay=True)
+    assert lost_stages([other, LOST], step=3, lost_for_s=60.0) == "roll back"
+    nobody_for_it = replace(LOST, is_taken=False)
+    assert lost_stages([other, nobody_for_it], step=3, lost_for_s=60.0) == "replay"
+
+
+def test_after_a_restart_of_the_coordinator_holders_have_more_time() -> None:
+    lost_for_s = RECLAIM_S + 1
+    decision = lost_stages([LOST], step=3, lost_for_s=lost_for_s, reclaim_s=RESTART_RECLAIM_S)
+    assert decision == "wait"
+
+
+def test_only_who_is_neither_here_nor_gone_for_good_may_return() -> None:
+    fox, owl = PeerId("fox"), PeerId("owl")
+    assert may_return([fox, owl], here=[fox], gone_for_good=[])
+    assert not may_return([fox, owl], here=[fox], gone_for_good=[owl])
+    assert not may_return([], here=[], gone_for_good=[])
 
 
 def test_at_the_beginning_nothing_can_be_lost() -> None:
@@ -115,8 +143,13 @@ NO_1 = {Stage(0): 1, Stage(1): 0}
             "stages 0 and 1 need a node each: fox and owl are getting their state",
         ),
         (replace(READY, holders=NO_1, copying={"fox": Stage(0)}), "give the join link"),
-        (replace(READY, holders=NO_1, lost_for_s=3.0), "have 10 s to come back"),
-        (replace(READY, holders=NO_1, lost_for_s=30.0), "goes on from snapshot 2"),
+        (replace(READY, holders=NO_1, lost_for_s=2.0, reclaim_s=3.0), "have 3 s to come back"),
+        (replace(READY, holders=NO_1, lost_for_s=2.0), "the run goes back to snapshot 2"),
+        (replace(READY, holders=NO_1, replays={Stage(1): "1 is replayed"}), "1 is replayed"),
+        (
+            replace(READY, holders=NOBODY, lost_for_s=9.0, replays={Stage(1): "1 is replayed"}),
+            "1 is replayed; stage 0 has no node that holds step 3",
+        ),
         (replace(READY, last_leaving=[("fox", Stage(1))]), "fox, the last node of stage 1, leaves"),
         (replace(READY, awaited=["fox"]), "fox is getting the state of its stage"),
         (replace(READY, state=NEW), "2 of 4 nodes are ready for the first step"),

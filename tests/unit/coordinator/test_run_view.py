@@ -137,15 +137,30 @@ def test_five_quick_rejoins_are_one_node_whose_counts_add_up() -> None:
 
 
 def test_recomputed_steps_are_counted_once() -> None:
-    swarm = FakeSwarm(make_run(snapshot_every=50), 4)
+    swarm = FakeSwarm(make_run(snapshot_every=50, boundary_log_mb=0), 4)
     swarm.run_to_step(3)
     for node in swarm.at(1):
         node.kill()
     swarm.finish()
     view = look(swarm)
+    assert (view.rollbacks, view.replays) == (1, 0)
     assert any(event.kind == "rolled_back" for event in view.events)
     assert sum(n.contributed_microbatches for n in view.nodes) == 4 * 4 * 2
     assert len(view.history) == 4
+
+
+def test_replays_and_logs_are_shown() -> None:
+    swarm = FakeSwarm(make_run(steps=8, snapshot_every=50, replicas=1), 2)
+    swarm.run_to_step(4)
+    swarm.pass_time(1)
+    view = look(swarm)
+    assert view.log_bytes == sum(node.log_bytes for node in view.nodes) > 0
+    swarm.at(1)[0].kill()
+    swarm.join()
+    swarm.finish()
+    view = look(swarm)
+    assert (view.rollbacks, view.replays) == (0, 1)
+    assert view.replay_bytes > 0
 
 
 def test_a_hole_in_the_log_is_a_lost_step() -> None:

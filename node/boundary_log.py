@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this node sent over boundaries in committed steps, on disk, for neighbours that replay.
+
+For speed, never for correctness: whatever is missing or damaged is a hole, and a replay that meets
+one falls back. So nothing is synced, and a full disk costs the log, not the step. One file per
+(step, stage); the oldest steps go when the budget is used up. The log outlives the process.
+"""
+
+import asyncio
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.compression.codec import Leg
+from shoal.node.log_file import Place, Sent, places, read_entry, step_bytes, write_step
+from shoal.protocol.errors import StorageError
+from shoal.protocol.ids import RunId
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+OTHER_RUNS_S = 7 * 86_400.0
+"""Logs of other runs are removed when nothing was written to them for so long."""
+
+_MAX_UNWRITTEN_BYTES = 256 << 20
+"""A disk that falls further behind than this loses steps rather than the memory."""
+
+_NAME = re.compile(r"step-(\d{1,12})-stage-(\d{1,6})\.bin")
+
+
+class BoundaryLog:
+    """`append`, `truncate` and the facts from the event loop; files on a thread of its own, in the
+    order asked for, so that what was appended is there to be read."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run_id: RunId,
+        *,
+        boundary: str,
+        budget_bytes: int,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder` holds the logs of all runs. `boundary` is the run's canonical boundary spec.
+        With a budget of 0 nothing is kept."""
+        self._folders = folder
+        self._folder = folder / run_id
+        self._boundary = boundary
+        self._budget_bytes = budget_bytes
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="boundary-log")
+        self._sizes: dict[tuple[int, int], int] = {}  # (step, stage) -> bytes; the thread's own
+        self._appended_bytes = 0  # counted by the loop
+        self._written_bytes = 0  # counted by the thread
+        self._failing = False
+        self.num_bytes = 0
+        """On disk."""
+        self.oldest_step = 0
+        """In the log; 0 while it is empty."""
+        self._executor.submit(self._open, now_s())
+
+    @property
+    def is_on(self) -> bool:
+        return self._budget_bytes > 0
+
+    def append(self, step: int, stage: int, sent: Sequence[Sent]) -> None:
+        """Keep what was sent in a committed step. Takes the place of what was there."""
+        num_bytes = step_bytes(sent, self._boundary)
+        if not sent or num_bytes > self._budget_bytes:
+            return
+        unwritten = self._appended_bytes - self._written_bytes
+        if unwritten and unwritten + num_bytes > _MAX_UNWRITTEN_BYTES:
+            log.warning("the disk is too slow for the boundary log; step %d is left out", step)
+            return
+        self._appended_bytes += num_bytes
+        self._executor.submit(self._write, step, stage, sent, num_bytes)
+
+    def truncate(self, through_step: int) -> None:
+        """Forget all steps up to this one."""
+        self._executor.submit(self._remove_through, through_step)
+
+    async def places(self, step: int, stage: int) -> dict[tuple[Leg, int], Place]:
+        """What the log has of a step at a stage."""
+        return await self._call(lambda: self._places(step, stage), {})
+
+    async def read(self, step: int, stage: int, place: Place) -> bytes | None:
+        """An entry's payload; None for one that is damaged or gone."""
+        return await self._call(lambda: read_entry(self._path(step, stage), place), None)
+
+    async def close(self) -> None:
+        """What was appended is written when this returns; the files stay."""
+        await asyncio.to_thread(self._executor.shutdown, wait=True)
+
+    async def _call(self, function: Callable[[], R], otherwise: R) -> R:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except OSError as error:
+            log.info("boundary log: %s", error)
+            return otherwise
+
+    # ---- on the thread -------------------------------------------------------------------
+
+    def _open(self, now_s: float) -> None:
+        try:
+            for other in self._folders.glob("*/"):
+                if other != self._folder and now_s - other.stat().st_mtime > OTHER_RUNS_S:
+                    shutil.rmtree(other, ignore_errors=True)
+            for path in self._folder.glob("*") if self._folder.is_dir() else ():
+                match = _NAME.fullmatch(path.name)
+                if match and self.is_on:
+                    self._sizes[int(match[1]), int(match[2])] = path.stat().st_size
+                else:  # left by an interrupted write
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("boundary log: %s", error)
+        self._evict(room_for=0)
+
+    def _write(self, step: int, stage: int, sent: Iterable[Sent], num_bytes: int) -> None:
+        try:
+            self._remove([(step, stage)])
+            self._evict(room_for=num_bytes)
+            write_step(self._path(step, stage), sent, self._boundary)
+            self._sizes[step, stage] = num_bytes
+            self._failing = False
+        except (StorageError, OSError) as error:
+            if not self._failing:  # once, not at every step
+                log.warning("the boundary log can't be written, a lost stage rolls back: %s", error)
+            self._failing = True
+        finally:
+            self._written_bytes += num_bytes
+            self._count()
+
+    def _remove_through(self, through_step: int) -> None:
+        self._remove([key for key in self._sizes if key[0] <= through_step])
+        self._count()
+
+    def _evict(self, *, room_for: int) -> None:
+        held = sum(self._sizes.values())
+        victims = []
+        for key in sorted(self._sizes):
+            if held + room_for <= self._budget_bytes:
+                break
+            held -= self._sizes[key]
+            victims.append(key)
+        self._remove(victims)
+        self._count()
+
+    def _remove(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            self._path(*key).unlink(missing_ok=True)
+            self._sizes.pop(key, None)
+
+    def _count(self) -> None:
+        self.num_bytes = sum(self._sizes.values())
+        self.oldest_step = min((step for step, _ in self._sizes), default=0)
+
+    def _places(self, step: int, stage: int) -> dict[tuple[Leg, int], Place]:
+        if (step, stage) not in self._sizes:
+            return {}
+        return dict(places(self._path(step, stage), self._boundary))
+
+    def _path(self, step: int, stage: int) -> Path:
+        return self._folder / f"step-{step:08d}-stage-{stage}.bin"
