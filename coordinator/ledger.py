@@ -106,6 +106,10 @@ class StepLedger:
     def participants_at(self, stage: Stage) -> list[Incarnation]:
         return list(self._stages[stage].replicas)
 
+    def takers_at(self, stage: Stage) -> list[Incarnation]:
+        """Participants that may be given work."""
+        return list(self._stages[stage].takers)
+
     def empty_stages(self) -> list[Stage]:
         return [stage for stage, books in self._stages.items() if not books.replicas]
 
@@ -277,10 +281,11 @@ class StepLedger:
     def move(self, slot: Slot, to: Iterable[Incarnation]) -> dict[Incarnation, list[Lease]]:
         """Lease a slot that its holder gave back, its gradient in nobody's sums, to whom of `to`
         has least to do; returns new leases and changed neighbours. Nothing moves when nobody of
-        `to` takes part."""
+        `to` may be given work."""
         assert slot not in self.receipts, "what is in somebody's sums stays there"
         books = self._stages[slot[1]]
-        replicas = {who: books.replicas[who] for who in to if who in books.replicas}
+        replicas = {who: books.takers[who] for who in to if who in books.takers}
+        self.moved_last = {}
         if not replicas:
             return {}
         self._move([slot], books, replicas)

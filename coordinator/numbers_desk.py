@@ -201,7 +201,7 @@ class NumbersDesk:
             in_sums=in_sums,
         )
         state = self._log.state
-        live = [state.peers[who] for who in opened.ledger.participants_at(slot[1])]
+        live = [state.peers[who] for who in opened.ledger.takers_at(slot[1])]
         around = Circumstances(
             step=opened.step,
             scale=state.scales.next,
@@ -215,7 +215,10 @@ class NumbersDesk:
         match verdict:
             case Move():
                 to = [who for p in sorted(verdict.to) if (who := self._incarnation(p, slot[1]))]
-                self._log.say("numbers", f"{say}; {self._runner.move(slot, to)} computes it again")
+                if other := self._runner.move(slot, to):
+                    self._log.say("numbers", f"{say}; {other} computes it again")
+                else:  # it has no holder any more
+                    self._runner.abandon(f"{say}; nobody else may compute it")
             case TakeOut():
                 self._log.say("numbers", say)
                 self._runner.take_out(session, what, still_holds=True)

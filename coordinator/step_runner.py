@@ -179,12 +179,11 @@ class StepRunner:
         return taken
 
     def move(self, slot: Slot, to: Iterable[Incarnation]) -> str:
-        """Lease a microbatch that its holder gave back to somebody of `to`; returns whose it is."""
+        """Lease a microbatch that its holder gave back to somebody of `to`; returns to whom, empty
+        when nobody of them may be given work."""
         opened = self.opened
         assert opened is not None, "leases are of an open step"
-        self._tell(opened, opened.ledger.move(slot, to))
-        holder = self._members.by_incarnation(opened.ledger.holder(*slot))
-        return holder.name if holder is not None else "nobody"
+        return next(iter(self._tell(opened, opened.ledger.move(slot, to))), "")
 
     def take_out(
         self, session: Session, reason: str, *, kind: str = "fenced", still_holds: bool = False

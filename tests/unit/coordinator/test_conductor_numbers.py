@@ -110,6 +110,32 @@ def test_what_only_one_node_finds_bad_is_computed_by_another(stage: int) -> None
     assert_undisturbed(swarm)
 
 
+def test_a_replica_that_leaves_is_not_asked_to_check() -> None:
+    swarm = FakeSwarm(make_run(steps=6), 4)
+    swarm.run_until(in_step(swarm))
+    node, _ = hold_by(swarm, 0)
+    leaver = next(n for n in swarm.at(0) if n is not node)
+    leaver.leave()
+    report_all(leaver)
+    node.flaky.append(GRADIENT)
+    swarm.finish()
+    assert swarm.conductor.marks == {node.peer_id: 1}
+    assert opened(swarm)[2] == 2, "its stage's only one executed it once more"
+    assert_undisturbed(swarm)
+
+
+def test_a_node_with_bad_numbers_that_leaves_has_them_checked_by_who_stays() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    node, _ = hold_by(swarm, 0)
+    node.flaky.append(GRADIENT)
+    swarm.run_until(lambda: not node.flaky)
+    node.leave()
+    swarm.finish()
+    assert swarm.conductor.marks == {node.peer_id: 1}
+    assert_undisturbed(swarm)
+
+
 def test_the_only_node_computes_once_more_and_is_marked_when_it_was_alone_with_it() -> None:
     swarm = FakeSwarm(make_run(replicas=1), 2)
     swarm.run_until(in_step(swarm))

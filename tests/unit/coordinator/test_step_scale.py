@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scale and exponent are functions of the log."""
 
+import json
+
 from shoal.coordinator.state import (
     EVENT_KINDS,
+    Compacted,
     NumbersBackedOff,
     RolledBack,
     RunState,
     StepCommitted,
     apply,
+    dump,
 )
 from shoal.coordinator.step_scale import (
     GROWTH_STEPS,
@@ -99,6 +103,13 @@ def test_recomputing_needs_no_records() -> None:
         assert (used.step, used.loss_scale) == (10, INITIAL_LOSS_SCALE)
         assert scales.of(11, tokens_per_step=TOKENS, recorded=True, fp16=False).loss_scale == 256.0
     assert len(state.scales.since(15).used) == 1
+
+
+def test_compaction_keeps_the_scales_of_all_steps() -> None:
+    state = back_off(run(RunState(), range(1, 11)), StepScale(256.0, 8), 11)
+    state = run(state, range(11, 21))
+    compacted = Compacted(time_s=0.0, state=json.loads(json.dumps(dump(state))))
+    assert apply(compacted, RunState()).scales == state.scales
 
 
 def test_backing_off_ends() -> None:
