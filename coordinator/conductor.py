@@ -138,6 +138,10 @@ class Conductor:
         return opened.ledger if opened is not None else None
 
     @property
+    def receipts_taken(self) -> int:
+        return self._runner.receipts_taken
+
+    @property
     def waiting_for(self) -> str:
         return self._log.blocked or self._log.waiting_for
 

@@ -147,6 +147,7 @@ class NodeEvents:
             if not opened.ledger.is_validation(receipt.microbatch):
                 session.busy.append(sane(receipt.busy_s))
                 session.pace.append(sane(receipt.busy_s))
+                self._runner.receipts_taken += 1
 
     def _compare(self, session: Session, receipt: ReceiptFacts, other: Incarnation | None) -> None:
         """A slot was computed again with other bits: one of the two nodes is of another kernel

@@ -147,6 +147,7 @@ class ConductorView:
             attempt=state.attempt,
             receipts_done=ledger.receipts_done() if ledger else 0,
             receipts_total=ledger.receipts_total() if ledger else 0,
+            receipts_taken=conductor.receipts_taken,
             loss=newest.loss if newest else None,
             loss_first=records[0].loss
             if earlier.first_loss is None and records

@@ -53,6 +53,8 @@ class StepRunner:
         self._members = members
         self._faults = faults
         self.watch = StepWatch(log_.clock())
+        self.receipts_taken = 0
+        """Of training microbatches, also those that were withdrawn when their node died."""
         self._ties = 0
         self.numbers = NumbersDesk(log_, members, self, tokens=run.spec.tokens_per_step)
 

@@ -36,10 +36,15 @@ FAULTS_VARIABLE = "SHOAL_FAULTS_FILE"
 
 FIRED_SUFFIX = ".fired"
 
-_CONTINUE_LATER = (
-    "import os, signal, sys, time; time.sleep(float(sys.argv[2])); "
-    "os.kill(int(sys.argv[1]), signal.SIGCONT)"
-)
+# It goes when the stopped process does: its pid may be another's by then.
+_CONTINUE_LATER = """
+import os, signal, sys, time
+pid, end_s = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+while os.getppid() == pid and time.monotonic() < end_s:
+    time.sleep(0.05)
+if os.getppid() == pid:
+    os.kill(pid, signal.SIGCONT)
+"""
 
 
 class Faults:

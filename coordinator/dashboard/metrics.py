@@ -67,6 +67,13 @@ class ViewCollector(Collector):
         )
         transferred.add_metric(run, view.bytes_total)
         yield transferred
+        taken = CounterMetricFamily(
+            "shoal_receipts_taken",
+            "(Microbatch, stage) pairs computed since the coordinator began, recomputed ones too",
+            labels=["run"],
+        )
+        taken.add_metric(run, view.receipts_taken)
+        yield taken
         state = GaugeMetricFamily(
             "shoal_run_state", "1 for the run's state", labels=["run", "state"]
         )

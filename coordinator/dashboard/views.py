@@ -169,6 +169,9 @@ class RunView(_View):
     receipts_done: Count = 0
     """Of the open step."""
     receipts_total: Count = 0
+    receipts_taken: Count = 0
+    """(Microbatch, stage) pairs computed since this coordinator began, withdrawn and recomputed
+    ones too. What exceeds the committed ones was computed twice."""
     loss: MaybeNumber = None
     loss_first: MaybeNumber = None
     validation_loss: MaybeNumber = None

@@ -110,7 +110,14 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 20,
     stages: Annotated[int, typer.Option(min=1, max=16, help="Pipeline stages.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, max=8, help="Nodes per stage.")] = 2,
-    kill: Annotated[str, typer.Option(help="never, or the step to kill a node in.")] = "middle",
+    kill: Annotated[
+        str | None,
+        typer.Option(help="never, or the step to kill a node in; a third of the way by default."),
+    ] = None,
+    chaos: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="SEED", help="Faults drawn by this seed, not one kill."),
+    ] = None,
     boundary: Annotated[str, typer.Option(help="Codec between stages.")] = "bf16",
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
     json_file: Annotated[
@@ -128,7 +135,8 @@ def demo(
         steps=steps,
         stages=stages,
         replicas=replicas,
-        kill=swarm_demo.parse_kill(kill, steps),
+        kill=swarm_demo.parse_trouble(kill, chaos, steps),
+        chaos=chaos,
         boundary=boundary,
         seed=seed,
         json_file=json_file,

@@ -2,8 +2,10 @@
 """What a demo did, from the run's public view. Pure."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from shoal.coordinator.dashboard.views import RunView, StepPoint
@@ -11,18 +13,41 @@ from shoal.status import human_bytes
 
 
 @dataclass(slots=True)
-class Kill:
-    """A node killed in mid-step and its replacement, noted as it happens."""
+class FaultRecord:
+    """A fault that was done to a process."""
 
-    step: int | None
-    """The step asked for; None: nobody is killed."""
-    at_step: int = 0
-    """The step that was open when it happened; 0: it did not."""
-    name: str = ""
-    stage: int = 0
-    replacement_pid: int | None = None
-    rejoined_step: int | None = None
-    """The first step that the replacement may take part in."""
+    step: int
+    """The one that was under way."""
+    moment: str
+    action: str
+    node: str
+    """Its name, or "coordinator"."""
+    stage: int | None
+    """None for the coordinator."""
+    seconds: float
+    """How long it lasted; 0 where the process ended."""
+    at_s: float
+    """Seconds after the start of the demo."""
+    recovered_after_s: float | None = None
+    """Until the first step was committed that the fault could hold up; None when none was."""
+    others: int = 0
+    """Nodes that held the stage beside this one when the fault was drawn."""
+
+
+@dataclass(slots=True)
+class Churn:
+    """Trouble that was made, noted as it happens."""
+
+    first_step: int = 0
+    """The step that was open when it began; 0: there was none."""
+    settled_step: int | None = None
+    """The first step after it: what was killed may take part again."""
+    nodes_killed: int = 0
+    nodes_joined_late: int = 0
+    crashes: int = 0
+    """Processes that ended of themselves."""
+    faults: list[FaultRecord] | None = None
+    """None where faults weren't drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +77,14 @@ class Summary:
     killed_in_step: int | None
     seconds: float
     failure: str
+    crashes: int = 0
+    faults: list[FaultRecord] | None = None
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=2).encode() + b"\n"
+        values = asdict(self)
+        if self.faults is None:
+            del values["faults"]
+        return json.dumps(values, indent=2).encode() + b"\n"
 
     def lines(self) -> list[str]:
         speed = self.tokens_per_s
@@ -76,32 +106,51 @@ class Summary:
                 "tokens/s before / during / after",
                 f"{rate(speed.before)} / {rate(speed.during)} / {rate(speed.after)}",
             ),
+            *self._fault_rows(),
             ("bytes moved", human_bytes(self.bytes_moved)),
             ("weights SHA-256", self.weights_digest or "–"),
         ]
         width = max(len(name) for name, _ in rows)
         return ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
 
+    def _fault_rows(self) -> list[tuple[str, Any]]:
+        if self.faults is None:
+            return []
+        kinds = Counter(fault.action for fault in self.faults)
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        rows: list[tuple[str, Any]] = [
+            ("faults survived", f"{len(self.faults)}" + f" ({listed})" * bool(listed))
+        ]
+        took = [f.recovered_after_s for f in self.faults if f.recovered_after_s is not None]
+        if took:
+            times = f"{median(took):.1f} s / {max(took):.1f} s"
+            rows.append(("next step after, median / worst", times))
+        if self.crashes:
+            rows.append(("ended of themselves", self.crashes))
+        return rows
 
-def summarize(view: RunView, kill: Kill, *, wanted_steps: int) -> Summary:
-    killed = bool(kill.at_step)
+
+def summarize(view: RunView, churn: Churn, *, wanted_steps: int, seconds: float) -> Summary:
+    """`seconds` is how long the run took, coordinator restarts included."""
     return Summary(
         steps_done=view.step,
         steps_lost=view.steps_lost,
         microbatches_missing=view.microbatches_missing,
         microbatches_double=view.microbatches_double,
-        nodes_killed=int(killed),
-        nodes_joined_late=int(kill.rejoined_step is not None),
+        nodes_killed=churn.nodes_killed,
+        nodes_joined_late=churn.nodes_joined_late,
         loss_first=view.loss_first,
         loss_last=view.loss,
         validation_loss=view.validation_loss,
-        tokens_per_s=_speed(view, kill),
+        tokens_per_s=_speed(view, churn),
         bytes_moved=view.bytes_total,
         bytes_per_step=view.boundary_bytes_per_step + view.reduce_bytes_per_step,
         weights_digest=view.weights_digest,
-        killed_in_step=kill.at_step or None,
-        seconds=view.now_s - view.started_s,
+        killed_in_step=(churn.first_step or None) if churn.nodes_killed else None,
+        seconds=seconds,
         failure=_failure(view, wanted_steps),
+        crashes=churn.crashes,
+        faults=churn.faults,
     )
 
 
@@ -121,16 +170,16 @@ def _failure(view: RunView, wanted_steps: int) -> str:
     return ""
 
 
-def _speed(view: RunView, kill: Kill) -> Speed:
+def _speed(view: RunView, churn: Churn) -> Speed:
     points, tokens = view.history, view.spec_summary.tokens_per_step
-    if not kill.at_step:
+    if not churn.first_step:
         return Speed(_rate(points[1:] or points, tokens), None, None)
-    back = kill.rejoined_step or points[-1].step + 1
+    back = churn.settled_step or (points[-1].step + 1 if points else 1)
     # The first step warms caches up; it counts only where there is no other.
-    early = [p for p in points if p.step < kill.at_step]
+    early = [p for p in points if p.step < churn.first_step]
     return Speed(
         before=_rate(early[1:] or early, tokens),
-        during=_rate([p for p in points if kill.at_step <= p.step < back], tokens),
+        during=_rate([p for p in points if churn.first_step <= p.step < back], tokens),
         after=_rate([p for p in points if p.step >= back], tokens),
     )
 

@@ -200,12 +200,19 @@ def _nodes(view: RunView) -> Table:
 
 
 async def fetch_view(
-    url: str, *, timeout_s: float = 5.0, transport: httpx.AsyncBaseTransport | None = None
+    url: str,
+    *,
+    timeout_s: float = 5.0,
+    transport: httpx.AsyncBaseTransport | None = None,
+    client: httpx.AsyncClient | None = None,
 ) -> RunView:
-    """The view of the coordinator whose dashboard is at `url`.
+    """The view of the coordinator whose dashboard is at `url`. Whoever asks often keeps a
+    `client`: making one takes longer than asking.
 
     Raises `UnreachableError` when nobody answers there, `ProtocolError` when what answers isn't
     a Shoal dashboard."""
+    if client is not None:
+        return await _fetch(client, url)
     async with _client(timeout_s, transport) as client:
         return await _fetch(client, url)
 

@@ -3,12 +3,15 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -88,17 +91,22 @@ def finished(process: "subprocess.Popen[str]") -> str:
     return output
 
 
-def test_a_killed_node_changes_nothing_of_the_result(start_demo: Start, tmp_path: Path) -> None:
-    summaries = []
-    for kill in ("never", "3"):
-        file = tmp_path / f"{kill}.json"
+@dataclass
+class Demos:
+    """Runs demos of eight steps to their end; an undisturbed one once for each shape."""
+
+    start: Start
+    folder: Path
+    undisturbed: dict[tuple[str, ...], dict[str, Any]]
+
+    def summary(self, *arguments: str) -> tuple[dict[str, Any], str]:
+        """(summary, output)."""
+        file = self.folder / f"{len(list(self.folder.glob('*.json')))}.json"
         file.write_text("overwritten")
-        output = finished(start_demo("--steps", "8", "--kill", kill, "--json", str(file)))
+        output = finished(self.start("--steps", "8", *arguments, "--json", str(file)))
+        summary = json.loads(file.read_text())
         assert "dashboard  http://127.0.0.1:" in output
         assert "shoal join 'shoal://127.0.0.1:" in output
-        summaries.append(json.loads(file.read_text()))
-    undisturbed, killed = summaries
-    for summary in summaries:
         assert summary.keys() >= KEYS
         assert summary["tokens_per_s"].keys() == {"before", "during", "after"}
         assert summary["steps_done"] == 8
@@ -106,11 +114,63 @@ def test_a_killed_node_changes_nothing_of_the_result(start_demo: Start, tmp_path
         assert summary["microbatches_missing"] == summary["microbatches_double"] == 0
         assert summary["loss_last"] < summary["loss_first"]
         assert summary["bytes_moved"] > 0
-    assert undisturbed["nodes_killed"] == 0
+        assert len(summary["weights_digest"]) == 64
+        return summary, output
+
+    def digest(self, *shape: str) -> str:
+        """Of the undisturbed run's weights."""
+        if shape not in self.undisturbed:
+            summary, _ = self.summary(*shape, "--kill", "never")
+            assert summary["nodes_killed"] == 0
+            assert "faults" not in summary
+            self.undisturbed[shape] = summary
+        return str(self.undisturbed[shape]["weights_digest"])
+
+
+@pytest.fixture(scope="module")
+def known_runs() -> dict[tuple[str, ...], dict[str, Any]]:
+    return {}
+
+
+@pytest.fixture
+def demos(
+    start_demo: Start, tmp_path: Path, known_runs: dict[tuple[str, ...], dict[str, Any]]
+) -> Demos:
+    return Demos(start_demo, tmp_path, known_runs)
+
+
+def test_a_killed_node_changes_nothing_of_the_result(demos: Demos) -> None:
+    killed, _ = demos.summary("--kill", "3")
     assert killed["nodes_killed"] == 1
     assert killed["killed_in_step"] == 3
-    assert killed["weights_digest"] == undisturbed["weights_digest"]
-    assert len(killed["weights_digest"]) == 64
+    assert killed["weights_digest"] == demos.digest()
+
+
+@pytest.mark.parametrize(
+    ("seed", "shape"),
+    [
+        (9, ()),  # a node killed, then the coordinator
+        pytest.param(6, (), marks=pytest.mark.full),
+        pytest.param(26, (), marks=pytest.mark.full),
+        pytest.param(3, ("--replicas", "1"), marks=pytest.mark.full),
+        pytest.param(4, ("--stages", "1"), marks=pytest.mark.full),
+    ],
+)
+def test_faults_drawn_by_a_seed_change_nothing_of_the_result(
+    demos: Demos, seed: int, shape: tuple[str, ...]
+) -> None:
+    disturbed, output = demos.summary(*shape, "--chaos", str(seed))
+    faults = disturbed["faults"]
+    assert faults, output
+    for fault in faults:
+        assert fault.keys() >= {
+            "step", "moment", "action", "node", "stage", "seconds", "at_s", "recovered_after_s",
+        }  # fmt: skip
+        assert fault["recovered_after_s"] is not None, output
+    killed = [f for f in faults if f["action"] == "kill" and f["stage"] is not None]
+    assert disturbed["nodes_killed"] == len(killed)
+    assert re.search(rf"^faults survived +{len(faults)} \(", output, re.MULTILINE)
+    assert disturbed["weights_digest"] == demos.digest(*shape)
 
 
 def test_other_shapes_and_codecs_work(start_demo: Start, tmp_path: Path) -> None:
@@ -135,6 +195,7 @@ def test_ctrl_c_ends_the_whole_swarm(start_demo: Start) -> None:
     [
         (("--kill", "99", "--steps", "8"), "give never, or a step from 1 to 8"),
         (("--boundary", "int7"), "int8"),
+        (("--kill", "3", "--chaos", "1"), "--kill 3 and --chaos 1 exclude each other"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(

@@ -22,11 +22,18 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 OPERATING = ROOT / "docs" / "operating.md"
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *(ROOT / "deploy").glob("**/*.md")]
+    [
+        *ROOT.glob("*.md"),
+        *(
+            path
+            for name in ("docs", "deploy", "benchmarks")
+            for path in (ROOT / name).glob("**/*.md")
+        ),
+    ]
 )
 
 FOLDERS = ("protocol", "compression", "node", "coordinator", "src", "scripts", "tests", "deploy",
-           "docs")  # fmt: skip
+           "docs", "benchmarks")  # fmt: skip
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+)`")

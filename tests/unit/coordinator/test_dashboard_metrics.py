@@ -26,6 +26,7 @@ def test_gauges_follow_the_view() -> None:
     assert found["shoal_step"][()] == view.step
     assert found["shoal_loss"][()] == view.loss
     assert found["shoal_transferred_bytes_total"][()] == view.bytes_total
+    assert found["shoal_receipts_taken_total"][()] == view.receipts_taken
     assert found["shoal_run_state"][("training",)] == 1
     assert sum(found["shoal_run_state"].values()) == 1
     assert found["shoal_nodes"][("left",)] == 1
