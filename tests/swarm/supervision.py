@@ -65,23 +65,31 @@ class SupervisedSwarm(Swarm):
     # ---- who has ended -------------------------------------------------------------------
 
     def _check_waiting(self, what: str, deadline: float) -> None:
-        if not self._is_over:
-            self._start_what_ended()
-        super()._check_waiting(what, deadline)
+        if self._is_over:
+            super()._check_waiting(what, deadline)
+            return
+        if crashed := self._start_what_ended():
+            raise AssertionError(f"{', '.join(crashed)} crashed; waited until {what}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not so in time")
 
-    def _start_what_ended(self) -> None:
+    def _start_what_ended(self) -> list[str]:
+        """The names of those that ended otherwise than a fault explains."""
         coordinator = self.newest(COORDINATOR)
         if coordinator.is_running and self._suffered(coordinator, Action.TERM):
-            return  # it lets everybody go; who starts before it has ended would be let go again
-        names = dict.fromkeys([COORDINATOR, *(p.name for p in self.processes)])
-        for process in [self.newest(name) for name in names]:
+            return []  # it lets everybody go; who starts before it has ended would be let go again
+        crashed = []
+        for name in dict.fromkeys([COORDINATOR, *(p.name for p in self.processes)]):
+            process = self.newest(name)
             if process.is_running or process.was_signalled:
                 continue
             if process.popen.returncode == 0:
                 self.left.append(process)
             elif not self._died_of_a_fault(process):
-                continue  # a crash, for the harness to see
+                crashed.append(f"{name} ({process.popen.returncode})")
+                continue
             self._start_again(process)
+        return crashed
 
     def _died_of_a_fault(self, process: Process) -> bool:
         code = process.popen.returncode
@@ -111,7 +119,8 @@ class SupervisedSwarm(Swarm):
     # ---- facts ---------------------------------------------------------------------------
 
     def log(self) -> list[Event]:
-        """As the base says, but reads what is new only: this swarm lives long."""
+        """As the base says, but reads what is new only: this swarm lives long, and what it has
+        read stays when the log is compacted."""
         try:
             for stored in read_event_log(self.run_folder / "events.sqlite", self._last_read):
                 self._last_read = stored.sequence
