@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from shoal.protocol.atomic_file import storage_error
+from shoal.protocol.disk import require_space
 from shoal.protocol.errors import ChecksumError, MalformedFrameError, OversizedStreamError
 from shoal.protocol.proto.peer_pb2 import StateChunk, StateDescription
 
@@ -117,6 +118,7 @@ class PartialState:
         hashes = description.chunk_sha256
         self._hashes = [hashes[i : i + _SHA256_BYTES] for i in range(0, len(hashes), _SHA256_BYTES)]
         try:
+            require_space(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             known = os.fstat(self._file).st_size
@@ -148,6 +150,7 @@ class PartialState:
                 "described"
             )
         try:
+            require_space(self.path)
             view, offset = memoryview(data), index * self._size
             while view:
                 written = os.pwrite(self._file, view, offset)

@@ -503,15 +503,22 @@ async def test_sender_that_hangs_up_while_its_slice_waits_leaves_nothing_behind(
     assert swarm.node.bad == []
 
 
-async def test_nothing_comes_in_over_a_link_that_is_broken_on_order(swarm: Swarm) -> None:
-    class Broken(Faults):
+@pytest.mark.parametrize("breaks_after", [0, 1])
+async def test_nothing_comes_in_over_a_link_that_is_broken_on_order(
+    swarm: Swarm, breaks_after: int
+) -> None:
+    class Breaking(Faults):
+        asked = 0
+
         def check_link(self, peer: PeerId) -> None:
-            if peer == UP:
+            self.asked += peer == UP
+            if peer == UP and self.asked > breaks_after:
                 raise UnreachableError("broken on order")
 
-    swarm.node.service._faults = Broken()
+    swarm.node.service._faults = Breaking()
     acks, ended = await swarm.send(boundary_tensor())
     assert (acks, type(ended)) == ([], UnreachableError)
+    assert swarm.node.got == []
     assert swarm.node.bad == []
     open_round(swarm.node)
     acks, ended = await swarm.send(slice_of(), peer=TWIN, method="Reduce", incarnation=3)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.protocol import disk
 from shoal.protocol.errors import (
     ChecksumError,
     MalformedFrameError,
@@ -91,6 +92,21 @@ def test_a_wrong_chunk_is_refused_and_not_kept(source: Path, tmp_path: Path) -> 
             with pytest.raises(ChecksumError, match="chunk 0"):
                 partial.write(0, wrong)
         assert partial.missing == 4
+
+
+def test_a_full_disk_keeps_what_has_come(source: Path, tmp_path: Path) -> None:
+    description = describe(source)
+    with PartialState(tmp_path / "partial", description) as partial:
+        partial.write(0, piece(description, 0))
+        disk.fill(3600)
+        try:
+            with pytest.raises(StorageError, match="No space left"):
+                partial.write(1, piece(description, 1))
+        finally:
+            disk.fill(0)
+        assert partial.have == {0}
+        partial.write(1, piece(description, 1))
+        assert partial.have == {0, 1}
 
 
 def test_what_a_partial_file_holds_is_kept_over_a_restart(source: Path, tmp_path: Path) -> None:
