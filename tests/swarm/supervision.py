@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +37,11 @@ class SupervisedSwarm(Swarm):
     _events: list[Event] = field(default_factory=list)
     _last_read: int = 0
 
-    def _start(self, name: str, folder: Path, *arguments: str) -> Process:
-        return super()._start(name, folder, *arguments, "--faults", str(self._file(name)))
+    def _start(
+        self, name: str, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "shoal.cli")
+    ) -> Process:
+        faults = ("--faults", str(self._file(name)))
+        return super()._start(name, folder, *arguments, *faults, program=program)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.faults"
