@@ -14,7 +14,8 @@ from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import RolledBack, StageAssigned
-from shoal.coordinator.transfers import MAX_DONORS, Transfer, Version, pins, to_pin
+from shoal.coordinator.transfers import MAX_DONORS, Part, Transfer, Version, pins, to_pin
+from shoal.coordinator.warm_ups import WarmUp, chosen, kept
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
@@ -40,6 +41,7 @@ class Assignments:
         self._needs = needs
         self._wanted_replicas = wanted_replicas
         # A restarted coordinator has lost every stage just now.
+        self._warm_ups: dict[PeerId, WarmUp] = {}
         self._lost_since_s: float | None = desk.log.clock() if desk.log.state.step else None
         self._reclaim_s = recovery.RESTART_RECLAIM_S
 
@@ -103,7 +105,8 @@ class Assignments:
     def is_stale(self, session: Session) -> bool:
         """Whether a node is ready with a state that the run has left behind."""
         return (
-            session.state in ("ready", "leaving")
+            session.tier == "holder"
+            and session.state in ("ready", "leaving")
             and session.step != self._log.state.step
             and not (session.owed_commit and session.step == self._log.state.step - 1)
         )
@@ -115,7 +118,7 @@ class Assignments:
             s.name
             for s in self._members.sessions.values()
             if (s.state == "copying" or s.owed_commit)
-            and now_s - s.assigned_s < recovery.join_deadline_s(s.copies)
+            and now_s - s.assigned_s < recovery.JOIN_DEADLINE_S
         ]
 
     def is_kept(self, stage: Stage) -> bool:
@@ -126,7 +129,7 @@ class Assignments:
                 s.stage == stage
                 and ((s.state == "copying" and s.step == step) or s.owed_commit)
                 # One that hangs keeps nothing.
-                and now_s - s.assigned_s < recovery.join_deadline_s(s.copies)
+                and now_s - s.assigned_s < recovery.JOIN_DEADLINE_S
             )
             or (s.stage is None and self.keepable(s) == stage)
             for s in self._members.sessions.values()
@@ -230,12 +233,19 @@ class Assignments:
         if session.stage is None:
             self._give(session, stage)
             return
-        moves, stale = session.stage != stage, self.is_stale(session)
-        if (moves or stale) and (self._source(stage) is not None or stage in self._to_replay):
-            self._members.fence(
-                [session], reason if moves else f"its state is of step {session.step}"
-            )
+        why = reason if session.stage != stage else ""
+        if self.is_stale(session):
+            why = why or f"its state is of step {session.step}"
+        if session.tier != "holder" and not self._members.holders(stage):
+            why = why or f"nobody else holds stage {stage}, and it has the weights only"
+        if why and (self._source(stage) is not None or stage in self._to_replay):
+            self._members.fence([session], why)
             self._give(session, stage)
+
+    def _is_under_way(self) -> bool:
+        """Whether there is a run to go on with, so that nobody should wait for a joiner."""
+        state = self._log.state
+        return state.step > 0 and state.paused is None and not self._members.uncovered()
 
     def _give(self, session: Session, stage: Stage) -> None:
         keeps = self.keepable(session) == stage
@@ -256,6 +266,13 @@ class Assignments:
             session.say(f"stage {stage} waits for a node that holds its state")
             return
         step, now_s = self._log.state.step, self._log.clock()
+        as_worker = bool(donors) and self._is_under_way()
+        if as_worker and now_s < session.warms_up_after_s:
+            session.say("its copy did not keep up with the run; it tries again in a while")
+            return
+        warm_up = self._warm_up(session, stage) if as_worker else None
+        if warm_up is not None:
+            step, donors = warm_up
         incarnation = Incarnation(self._log.state.last_incarnation + 1)
         self._log.record(
             StageAssigned(
@@ -266,19 +283,47 @@ class Assignments:
                 stage=stage,
             )
         )
-        session.assign(stage, incarnation, step=step, keeps=keeps, now_s=now_s)
+        session.assign(stage, incarnation, step=step, keeps=keeps, now_s=now_s, as_worker=as_worker)
         command = coordinator_pb2.Assign(
-            stage=stage, incarnation=incarnation, step=step, source=source
+            stage=stage,
+            incarnation=incarnation,
+            step=step,
+            source=source,
+            tier=types_pb2.TIER_WORKER if as_worker else types_pb2.TIER_HOLDER,
         )
         if donors:
-            version = Version(step, types_pb2.STATE_PART_ALL)
-            session.transfers = [Transfer(version, tuple(d.incarnation for d in donors), True)]
-            command.donors.CopyFrom(self._to_donors(donors, stage))
-            self.pin()  # before anything that changes their state
+            part = types_pb2.STATE_PART_WEIGHTS if as_worker else types_pb2.STATE_PART_ALL
+            self._begin(session, Version(step, part), donors, urgent=not as_worker)
+            command.donors.CopyFrom(self._to_donors(donors, stage, step))
         if replay is not None:
             self._replays.began(session, replay)
             command.replay.CopyFrom(self._replays.command(replay))
         session.send(assign=command)
+
+    def pull(self, session: Session, part: Part, *, urgent: bool) -> bool:
+        """Have a worker get a part of the state at the run's step; False when nobody has it. Call
+        it between steps only."""
+        stage, step = session.stage, self._log.state.step
+        assert stage is not None, "a worker has a stage"
+        donors = self._donors(session, stage)
+        if not donors:
+            return False
+        self._begin(session, Version(step, part), donors, urgent=urgent)
+        command = coordinator_pb2.Pull(
+            incarnation=session.incarnation,
+            step=step,
+            part=part,
+            donors=self._to_donors(donors, stage, step),
+        )
+        session.send(pull=command)
+        return True
+
+    def _begin(
+        self, session: Session, version: Version, donors: Sequence[Session], *, urgent: bool
+    ) -> None:
+        session.end_transfer(version.part)
+        session.transfers.append(Transfer(version, tuple(d.incarnation for d in donors), urgent))
+        self.pin()  # before anything that changes their state
 
     def _donors(self, session: Session, stage: Stage) -> list[Session]:
         """The least busy holders whose copies have not turned out wrong; the others only when the
@@ -291,19 +336,42 @@ class Assignments:
         by_load = sorted(good or holders, key=lambda s: (s.heartbeat.queue_depth, s.peer_id))
         return by_load[:MAX_DONORS]
 
-    def _to_donors(self, donors: Sequence[Session], stage: Stage) -> coordinator_pb2.Donors:
-        digests = self._log.state.weights_digests.get(self._log.state.step)
+    def _to_donors(
+        self, donors: Sequence[Session], stage: Stage, step: int
+    ) -> coordinator_pb2.Donors:
+        digests = self._log.state.weights_digests.get(step)
         return coordinator_pb2.Donors(
             members=[s.member() for s in donors],
             weights_digest=digests[stage] if digests else 0,
             has_weights_digest=digests is not None,
         )
 
+    def _warm_up(self, session: Session, stage: Stage) -> tuple[int, list[Session]] | None:
+        """A version that is pinned already, and is to be preferred to the run's step: the one with
+        which this node had begun before it was started again, or any when there are many."""
+        transfer = chosen(self._warm_ups, session.peer_id, stage)
+        if transfer is None:
+            return None
+        found = [self._members.by_incarnation(donor) for donor in transfer.donors]
+        donors = [donor for donor in found if donor is not None]
+        return (transfer.version.step, donors) if donors else None
+
+    def forget_warm_up(self, peer_id: PeerId) -> None:
+        self._warm_ups.pop(peer_id, None)
+
     def pin(self) -> None:
         """Tell holders which versions to serve, where that has changed. New versions are of the
         run's step: call it between steps when there are any."""
         sessions = list(self._members.sessions.values())
-        wanted = pins(transfer for s in sessions for transfer in s.transfers)
+        now_s = self._log.clock()
+        self._warm_ups.update(
+            (s.peer_id, WarmUp(s.stage, s.transfers[0], now_s))
+            for s in sessions
+            if s.state == "warming" and s.stage is not None and s.transfers
+        )
+        self._warm_ups = kept(self._warm_ups, self._members.sessions, now_s)
+        lingering = [warm_up.transfer for warm_up in self._warm_ups.values()]
+        wanted = pins([t for s in sessions for t in s.transfers] + lingering)
         for session in sessions:
             versions = wanted.get(session.incarnation, {}) if session.incarnation else {}
             if session.pinned != versions.keys():

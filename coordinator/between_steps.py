@@ -11,6 +11,7 @@ from shoal.coordinator.members import Members
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.snapshot_requests import SnapshotRequests
 from shoal.coordinator.step_runner import StepRunner
+from shoal.coordinator.workers import Workers
 from shoal.protocol.spec import RunSpec
 
 Outcome = Literal["go on", "finished", "stopped"]
@@ -25,6 +26,7 @@ class BetweenSteps:
         members: Members,
         runner: StepRunner,
         assignments: Assignments,
+        workers: Workers,
         requests: SnapshotRequests,
     ) -> None:
         self._spec = spec
@@ -32,6 +34,7 @@ class BetweenSteps:
         self._members = members
         self._runner = runner
         self._assignments = assignments
+        self._workers = workers
         self._requests = requests
         self._departures = Departures(
             log, members=members, runner=runner, assignments=assignments, requests=requests
@@ -44,6 +47,7 @@ class BetweenSteps:
         if state.step in state.weights_digests or not self._assignments.awaited():
             self._runner.agree()
         self.let_go()
+        self._workers.tend()
         self._assignments.assign(may_roll_back=self._is_complete() or not stopping)
         if self._is_complete():
             return "finished" if self._has_final_snapshot() else "go on"
@@ -82,6 +86,7 @@ class BetweenSteps:
             wanted=pipeline.min_nodes or pipeline.stages * pipeline.replicas,
             copying={s.name: s.stage for s in sessions if s.state == "copying" or s.owed_commit},
             awaited=self._assignments.awaited(),
+            pulling=self._workers.awaited(),
             last_leaving=[
                 (s.name, s.stage)
                 for s in sessions

@@ -30,6 +30,7 @@ from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import Resumed, RunCreated, RunFinished, RunState
 from shoal.coordinator.step_runner import Phase, StepRunner
 from shoal.coordinator.store import EventStore
+from shoal.coordinator.workers import Workers
 from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
     DiskFullError,
@@ -73,7 +74,6 @@ class Conductor:
         self._members = Members(self._log, spec.pipeline.stages)
         self._runner = StepRunner(run, self._log, self._members, faults)
         replays = Replays(spec, self._log, members=self._members, snapshots=snapshots)
-        self._events = NodeEvents(self._log, self._members, self._runner, spec.fault, replays)
         boundary, shape = parse_boundary(spec.pipeline.boundary), boundary_shape(spec)
         assert spec.pipeline.cuts is not None
         needs = stage_needs(
@@ -85,12 +85,17 @@ class Conductor:
         desk = Desk(self._log, self._members, snapshots, replays)
         self._requests = SnapshotRequests(desk, every=spec.fault.snapshot_every)
         self._assignments = Assignments(desk, needs, wanted_replicas=spec.pipeline.replicas)
+        workers = Workers(self._log, self._members, self._runner, self._assignments)
+        self._events = NodeEvents(
+            self._log, self._members, self._runner, spec.fault, replays, workers=workers
+        )
         self._between = BetweenSteps(
             spec,
             self._log,
             members=self._members,
             runner=self._runner,
             assignments=self._assignments,
+            workers=workers,
             requests=self._requests,
         )
         self._can_write = True

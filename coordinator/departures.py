@@ -67,6 +67,8 @@ class Departures:
 
     def _is_needed(self, session: Session) -> bool:
         """Whether the run's state of a stage would be lost with this node."""
+        if session.tier != "holder":
+            return False
         if session.stage is None or self._requests.is_stored(self._log.state.step):
             return False
         if session.state == "copying":

@@ -9,7 +9,7 @@ participant that is left has prepared equal sums.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.coordinator.ledger_facts import (
@@ -65,8 +65,11 @@ class StepLedger:
         *,
         num_microbatches: int,
         num_validation: int = 0,
+        workers: Collection[Incarnation] = (),
     ) -> None:
-        """`replicas[stage]` maps the step's participants to their speeds; none may be empty."""
+        """`replicas[stage]` maps the step's participants to their speeds; none may be empty.
+        `workers` are those of them that can't apply: a stage needs another one too."""
+        self._workers = frozenset(workers)
         self.num_stages = len(replicas)
         self.num_microbatches = num_microbatches
         self.num_validation = num_validation
@@ -111,7 +114,8 @@ class StepLedger:
         return list(self._stages[stage].takers)
 
     def empty_stages(self) -> list[Stage]:
-        return [stage for stage, books in self._stages.items() if not books.replicas]
+        """Stages where nobody is left who could apply the step."""
+        return [s for s, books in self._stages.items() if books.replicas.keys() <= self._workers]
 
     def receipts_done(self) -> int:
         return len(self.receipts)
@@ -246,7 +250,8 @@ class StepLedger:
         """Every receipt is in and every remaining participant has prepared the same sums."""
         return (
             len(self.receipts) == self.receipts_total()
-            and all(books.replicas and books.all_prepared() for books in self._stages.values())
+            and not self.empty_stages()
+            and all(books.all_prepared() for books in self._stages.values())
             and not self.dissents()
         )
 

@@ -40,14 +40,18 @@ class Members:
             return None
         return next((s for s in self.sessions.values() if s.incarnation == incarnation), None)
 
-    def holders(self, stage: Stage) -> list[Session]:
-        """Ready nodes of a stage whose state is the run's."""
+    def participants(self, stage: Stage) -> list[Session]:
+        """Ready nodes of a stage with the run's weights: holders, and workers, who can't apply."""
         step = self._log.state.step
         return [
             s
             for s in self.sessions.values()
             if s.stage == stage and s.state in ("ready", "leaving") and s.step == step
         ]
+
+    def holders(self, stage: Stage) -> list[Session]:
+        """Ready nodes of a stage whose whole state is the run's."""
+        return [s for s in self.participants(stage) if s.tier == "holder"]
 
     def uncovered(self) -> list[Stage]:
         return [stage for stage in self.stages if not self.holders(stage)]
@@ -120,7 +124,9 @@ class Members:
         return lost
 
     def _note_holder(self, session: Session) -> None:
-        holds = session.state in ("ready", "leaving") or session.keeps
+        holds = session.tier == "holder" and (
+            session.state in ("ready", "leaving") or session.keeps
+        )
         if holds and session.stage is not None and session.step >= self._log.state.step - 1:
             self.last_holders.setdefault(session.stage, set()).add(session.peer_id)
 

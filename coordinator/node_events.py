@@ -11,6 +11,7 @@ from shoal.coordinator.replays import Replays
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.step_runner import Phase, StepRunner
+from shoal.coordinator.workers import Workers
 from shoal.protocol.errors import (
     FencedError,
     MalformedFrameError,
@@ -33,8 +34,11 @@ class NodeEvents:
         runner: StepRunner,
         fault: FaultSpec,
         replays: Replays,
+        *,
+        workers: Workers,
     ) -> None:
         self._replays = replays
+        self._workers = workers
         self._log = log
         self._members = members
         self._runner = runner
@@ -53,6 +57,9 @@ class NodeEvents:
                 self._on_prepared(session, event.prepared)
             case "applied":
                 self._on_applied(session, event.applied)
+            case "promoted":
+                self._members.check_own(session, event.promoted.incarnation)
+                self._workers.on_promoted(session, event.promoted)
             case "trouble":
                 self._on_trouble(session, event.trouble)
             case "farewell":
@@ -71,6 +78,12 @@ class NodeEvents:
         self._members.check_own(session, ready.incarnation)
         stage, state = session.stage, self._log.state
         assert stage is not None, "an incarnation has a stage"
+        if session.state == "warming" and not session.is_warm:
+            if not self._workers.on_warm(session, ready):
+                self._bad_state(
+                    session, f"has weights {ready.weights_digest:#x} of step {ready.step}"
+                )
+            return
         if session.state != "copying":
             raise FencedError(f"is ready as incarnation {ready.incarnation} already")
         assigned = session.step
@@ -111,6 +124,10 @@ class NodeEvents:
     def _on_applied(self, session: Session, applied: coordinator_pb2.Applied) -> None:
         self._members.check_own(session, applied.incarnation)
         step = self._log.state.step
+        if session.tier != "holder":
+            self._workers.on_pulled(session, applied)
+            self._runner.progressed()
+            return
         if applied.step != step or session.step != step - 1:
             raise FencedError(f"applied step {applied.step}; the run is at {step}")
         if not session.owed_commit and not self._runner.participates(session):
@@ -206,7 +223,9 @@ class NodeEvents:
             self._runner.take_out(session, what, kind="replay-failed")
         else:
             # A failure to get the state is the donors' when one of them is gone.
-            copying = session.state == "copying" and bool(session.transfers)
+            copying = bool(session.transfers) and (
+                session.state in ("copying", "warming") or session.pull_since_s is not None
+            )
             excused = copying and any(
                 self._members.by_incarnation(donor) is None
                 for transfer in session.transfers
@@ -226,13 +245,14 @@ class NodeEvents:
             self._runner.numbers.on_refused(session, trouble)
         else:
             self._members.mark(peer)
-            if session.state == "copying":
+            if session.transfers:
                 session.bad_donors.add(peer)
 
     def _fail(
         self, session: Session, what: str, kind: str, *, still_holds: bool, counts: bool = True
     ) -> None:
         session.failures += counts
+        self._workers.forget(session)
         if session.failures >= _MAX_FAILURES:
             self._runner.let_go(session, f"failed {session.failures} times: {what}")
         else:

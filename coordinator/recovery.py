@@ -17,15 +17,8 @@ RESTART_RECLAIM_S = 10.0
 """The same after the coordinator itself was away: nodes must find it first."""
 
 JOIN_DEADLINE_S = 120.0
-"""A joiner that takes longer to copy its stage than this no longer holds up the next step."""
-
-_MAX_DOUBLINGS = 5
-
-
-def join_deadline_s(copies: int) -> float:
-    """How long a node's `copies`-th copy may hold up the next step. A node whose copy came too
-    late, so that it has to copy again, gets twice the time: else it would never get in."""
-    return JOIN_DEADLINE_S * 2.0 ** min(max(copies - 1, 0), _MAX_DOUBLINGS)
+"""A node that gets a whole state while there is no run to go on with holds up the next step for so
+long; then it warms up behind the run's back, as every joiner does."""
 
 
 def keepable(
@@ -126,6 +119,8 @@ class Readiness:
     """Everybody who is on the way to holding a stage."""
     awaited: Sequence[str]
     """Those of them that the step waits for."""
+    pulling: Sequence[str]
+    """Workers that get the weights of the run's step."""
     last_leaving: Sequence[tuple[str, Stage]]
     """Nodes that want to leave, but are their stage's last."""
     lost_for_s: float | None
@@ -156,6 +151,8 @@ def obstacle(facts: Readiness) -> str:
     if facts.awaited:
         of_what = "its stage" if len(facts.awaited) == 1 else "their stages"
         return f"{_getting(facts.awaited)} the state of {of_what}"
+    if facts.pulling:
+        return f"{_getting(facts.pulling)} the weights of step {state.step}"
     return ""
 
 

@@ -4,6 +4,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from shoal.coordinator import step_row
 from shoal.coordinator.conductor import Conductor
@@ -241,6 +242,7 @@ class ConductorView:
                 incarnation=s.last_incarnation,
                 stage=s.last_stage if gone else s.stage,
                 state=self._node_state(s, gone=gone),
+                tier=_tier(s),
                 device=s.hello.hardware.device or "cpu",
                 device_name=s.hello.hardware.device_name,
                 pid=s.hello.pid,
@@ -277,6 +279,12 @@ class ConductorView:
 def _waits_for(session: Session) -> str:
     leaves = session.last_wait if session.farewell is not None else ""
     return session.placement or leaves or session.heartbeat.waiting_for
+
+
+def _tier(session: Session) -> Literal["", "worker", "holder"]:
+    if session.state not in ("ready", "leaving"):
+        return ""
+    return "holder" if session.tier == "holder" else "worker"
 
 
 def _point(record: StepCommitted | StepRow) -> StepPoint:

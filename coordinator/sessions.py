@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.coordinator.replay_plan import ReplayProgress
-from shoal.coordinator.transfers import Transfer, Version
+from shoal.coordinator.transfers import Part, Transfer, Version
 from shoal.protocol.deadlines import adaptive_s
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
-SessionState = Literal["attached", "copying", "ready", "leaving"]
+SessionState = Literal["attached", "copying", "warming", "ready", "leaving"]
+"""copying: it gets the whole state of its stage. warming: it gets the weights of some step while
+training goes on. ready, leaving: it has a state; `tier` says which."""
+
+Tier = Literal["holder", "worker", "promoted"]
+"""promoted: a worker that has the moments too, and has yet to prove it with its first own apply."""
 
 _LEASE_LIMIT = 4.0
 _MOST_BEAT_S = 2.0
@@ -67,6 +72,19 @@ class Session:
     """It was assigned the state that it held already."""
     owed_commit: bool = False
     """It holds the sums of a committed step, and was told to apply them."""
+    tier: Tier = "holder"
+    is_warm: bool = False
+    """Warming, and has its weights."""
+    pull_since_s: float | None = None
+    """When it was told to pull the weights of the run's step."""
+    pulls_s: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    """Seconds that its pulls of weights took."""
+    promoted_at: int = -1
+    """The step whose state it had when it was promoted."""
+    setbacks: int = 0
+    """How often it didn't keep up as a worker."""
+    warms_up_after_s: float = 0.0
+    """When it may warm up again."""
     transfers: list[Transfer] = field(default_factory=list)
     """State that it is getting from replicas."""
     pinned: frozenset[Version] = frozenset()
@@ -75,8 +93,6 @@ class Session:
     """Whose copies turned out wrong."""
     replay: ReplayProgress | None = None
     """It computes a lost stage's state again."""
-    copies: int = 0
-    """How often it was told to copy a stage's state."""
     failures: int = 0
     farewell: str | None = None
     """Why the node wants to leave, once it said so."""
@@ -173,28 +189,46 @@ class Session:
             address=self.hello.address,
             stage=self.stage or 0,
             incarnation=self.incarnation,
+            tier=types_pb2.TIER_HOLDER if self.tier == "holder" else types_pb2.TIER_WORKER,
         )
 
     def assign(
-        self, stage: Stage, incarnation: Incarnation, *, step: int, keeps: bool, now_s: float
+        self,
+        stage: Stage,
+        incarnation: Incarnation,
+        *,
+        step: int,
+        keeps: bool,
+        now_s: float,
+        as_worker: bool = False,
     ) -> None:
-        self.state, self.stage, self.incarnation = "copying", stage, incarnation
+        self.state = "warming" if as_worker else "copying"
+        self.tier = "worker" if as_worker else "holder"
+        self.stage, self.incarnation = stage, incarnation
         self.last_stage, self.last_incarnation = stage, incarnation
         self.step, self.weights_digest = step, 0
         self.keeps, self.owed_commit = keeps, False
         self.transfers, self.pinned = [], frozenset()
         self.replay = None
         self.assigned_s = now_s
-        self.copies += not keeps
+        self._forget_pulls()
+
+    def end_transfer(self, part: Part) -> None:
+        self.transfers = [t for t in self.transfers if t.version.part != part]
+
+    def _forget_pulls(self) -> None:
+        self.is_warm, self.pull_since_s, self.promoted_at = False, None, -1
 
     def unassign(self, *, still_holds: bool) -> None:
         """Back to a node without a stage. `still_holds`: its state is whole and may be kept."""
         self.hello.ClearField("held")
-        if still_holds:
+        if still_holds and self.tier == "holder":
             self.hello.held.stage = self.stage or 0
             self.hello.held.step = self.step
             self.hello.held.weights_digest = self.weights_digest
         self.state, self.incarnation, self.stage, self.step = "attached", NOBODY, None, -1
         self.keeps = self.owed_commit = False
+        self.tier = "holder"
+        self._forget_pulls()
         self.transfers, self.pinned = [], frozenset()
         self.replay = None

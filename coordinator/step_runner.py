@@ -71,20 +71,21 @@ class StepRunner:
     # ---- opening -------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the next step with everybody who holds the run's state; every stage has one."""
+        """Open the next step with everybody who has the run's weights; every stage has a holder."""
         spec, state, members = self._run.spec, self._log.state, self._members
         step, attempt = state.step + 1, state.attempt + 1
-        holders = {stage: members.holders(stage) for stage in members.stages}
+        taking_part = {stage: members.participants(stage) for stage in members.stages}
         fp16 = any(
-            s.hello.hardware.compute_dtype == "fp16" for group in holders.values() for s in group
+            s.hello.hardware.compute_dtype == "fp16" for g in taking_part.values() for s in g
         )
         ledger = StepLedger(
-            {stage: {s.incarnation: s.speed for s in group} for stage, group in holders.items()},
+            {stage: {s.incarnation: s.speed for s in g} for stage, g in taking_part.items()},
             num_microbatches=spec.batch.microbatches,
             num_validation=num_validation(spec, step, has_data=bool(self._run.data.validation)),
+            workers=[s.incarnation for g in taking_part.values() for s in g if s.tier != "holder"],
         )
         self.numbers.steer(ledger)
-        for session in (s for group in holders.values() for s in group):
+        for session in (s for group in taking_part.values() for s in group):
             if not ledger.leases_of(session.incarnation):
                 session.rest()
         self._log.record(StepOpened(time_s=self._log.clock(), step=step, attempt=attempt))
@@ -103,7 +104,7 @@ class StepRunner:
         now_s = self._log.clock()
         self.watch.opened(now_s)
         members.send_plan()
-        for stage, group in holders.items():
+        for stage, group in taking_part.items():
             for session in group:
                 session.last_wait = ""
                 session.asked(now_s)
@@ -382,10 +383,12 @@ class StepRunner:
         return self.watch.applying(self._late()) if self.phase is Phase.APPLYING else []
 
     def _late(self) -> list[Session]:
-        """Participants that have yet to apply the step."""
+        """Participants that have yet to apply the step. Workers can't: they pull the weights."""
         step = self._log.state.step
         return [
-            s for s in self._members.sessions.values() if self.participates(s) and s.step < step
+            s
+            for s in self._members.sessions.values()
+            if self.participates(s) and s.tier == "holder" and s.step < step
         ]
 
     def _names(self) -> dict[Incarnation, str]:

@@ -46,10 +46,24 @@ def apply_update(
     for w, m, v, g in zip(*chunks, strict=True):
         if decay:
             w.mul_(shrink)
-        m.mul_(spec.beta1).add_(g * (1.0 - spec.beta1))
-        v.mul_(spec.beta2).add_((g * g).mul_(1.0 - spec.beta2))
+        _advance(m, v, g, spec)
         scale = _square_root(v).mul_(root_correction).add_(spec.eps)
         w.sub_((m / scale).mul_(step_size))
+
+
+@torch.no_grad()
+def advance_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, *, spec: OptimizerSpec
+) -> None:
+    """What `apply_update` does to the moments, to the same bits: they don't depend on weights."""
+    chunks = (torch.split(t.view(-1), _CHUNK) for t in (exp_avg, exp_avg_sq, gradient))
+    for m, v, g in zip(*chunks, strict=True):
+        _advance(m, v, g, spec)
+
+
+def _advance(m: Tensor, v: Tensor, g: Tensor, spec: OptimizerSpec) -> None:
+    m.mul_(spec.beta1).add_(g * (1.0 - spec.beta1))
+    v.mul_(spec.beta2).add_((g * g).mul_(1.0 - spec.beta2))
 
 
 def _square_root(v: Tensor) -> Tensor:

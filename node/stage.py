@@ -23,7 +23,7 @@ from shoal.node.fixed_point import Accumulator, largest, squared_norms, to_gradi
 from shoal.node.model.initialise import initial_tensor
 from shoal.node.model.loss import summed_loss
 from shoal.node.model.transformer import build_stage_model
-from shoal.node.optimizer import apply_update, is_decayed
+from shoal.node.optimizer import advance_moments, apply_update, is_decayed
 from shoal.protocol.errors import (
     NonFiniteError,
     NonFiniteLossError,
@@ -119,7 +119,11 @@ class StageRuntime:
         Raises `WrongShapeError` for missing or unknown names and for other shapes or dtypes, and
         then changes nothing.
         """
-        own = self._named_state()
+        self._load(tensors, KINDS)
+        self._restart(step=step)
+
+    def _load(self, tensors: Mapping[str, Tensor], kinds: Sequence[str]) -> None:
+        own = {k: t for k, t in self._named_state().items() if k.partition("/")[0] in kinds}
         if set(own) != set(tensors):
             odd = sorted(set(own) ^ set(tensors))
             raise WrongShapeError(
@@ -130,7 +134,16 @@ class StageRuntime:
             _check_shape(f"state tensor {key!r}", tensor, own[key].shape, torch.float32)
         for key, tensor in tensors.items():
             own[key].copy_(tensor)
+
+    def load_weights(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """The weights after `step` committed steps; the moments stay as they are. Raises as
+        `load_state`."""
+        self._load(tensors, ("weights",))
         self._restart(step=step)
+
+    def load_moments(self, tensors: Mapping[str, Tensor]) -> None:
+        """Both moments, of any step; the weights stay as they are. Raises as `load_state`."""
+        self._load(tensors, ("exp_avg", "exp_avg_sq"))
 
     def state_tensors(self, kinds: Sequence[str] = KINDS) -> dict[str, Tensor]:
         """CPU copies, keyed "weights/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME"."""
@@ -285,6 +298,22 @@ class StageRuntime:
                 decay=is_decayed(name, weights),
             )
         self.step = step
+
+    @torch.no_grad()
+    def advance_moments(
+        self, totals: Tensor, *, num_tokens: int, clip_scale: float, scale_exponent: int
+    ) -> None:
+        """What `apply` does to the moments, to the same bits; the weights stay as they are. The
+        caller knows of which step the moments are. Raises `WrongShapeError`."""
+        self._check_totals(totals)
+        for name, part in zip(self.names, torch.split(totals, list(self.numels)), strict=True):
+            gradient = to_gradient(part, scale_exponent, num_tokens, self.weights[name].shape)
+            advance_moments(
+                self.exp_avg[name],
+                self.exp_avg_sq[name],
+                gradient.mul_(clip_scale).to(self.device),
+                spec=self.run.spec.optimizer,
+            )
 
     # ---- inside --------------------------------------------------------------------------
 

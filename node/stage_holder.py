@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal.compression.registry import parse_boundary
 from shoal.node.admission import Membership
+from shoal.node.apprentice import Apprentice, Load
 from shoal.node.boundary_fetch import BoundaryFetch
 from shoal.node.boundary_log import BoundaryLog
 from shoal.node.data import ShardCache, TokenSource
@@ -25,7 +26,7 @@ from shoal.node.stage_member import Prepared, StageMember
 from shoal.node.stage_worker import StageWorker
 from shoal.node.state_fetch import FetchProgress
 from shoal.node.state_pins import PinnedState, StatePins
-from shoal.node.state_transfer import StateTransfer
+from shoal.node.state_transfer import StateTransfer, Version
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     BoundaryHoleError,
@@ -133,7 +134,7 @@ class StageHolder:
 
     def held(self) -> coordinator_pb2.HeldState | None:
         """The state that an earlier session left here."""
-        if self._worker is None:
+        if self._worker is None or (self.member and self.member.apprentice):
             return None
         held = coordinator_pb2.HeldState(
             stage=self._worker.spec.stage,
@@ -183,6 +184,8 @@ class StageHolder:
                 self._tasks.spawn(self._snapshot(member, command.snapshot.step))
                 # Lets it queue the copy, before a command that changes the state is read.
                 await asyncio.sleep(0)
+            elif kind == "pull" and member.apprentice is not None:
+                await member.apprentice.pull(command.pull)
             elif kind == "pin" and self._pins is not None:
                 await self._pins.want(command.pin)
         except _OWN_FAILURES as error:
@@ -202,6 +205,8 @@ class StageHolder:
         if member is not None:
             self._held_sums = member.prepared
             await member.close()
+            if member.apprentice is not None:
+                self._drop_state()  # a part of it, or one that nobody has checked
             self.on_stage()
 
     async def close(self) -> None:
@@ -246,6 +251,7 @@ class StageHolder:
             self._drop_state()  # first: there may not be memory for two
             worker = await self._fresh_worker(assign)
         digest = await worker.weights_digest()
+        is_worker = assign.tier == types_pb2.TIER_WORKER
         self._worker, self._weights_digest = worker, digest
         step = worker.runtime.step
         member = StageMember(
@@ -259,6 +265,8 @@ class StageHolder:
             log=self.boundary_log,
             faults=self._faults,
         )
+        if is_worker:
+            member.apprentice = self._apprentice(member)
         held_sums, self._held_sums = self._held_sums, None
         if held_sums is not None and held_sums.step == step + 1:
             member.prepared = held_sums
@@ -271,7 +279,8 @@ class StageHolder:
         if self._leaving:
             member.release()
         self._busy_s.clear()
-        self._report(f"holding stage {assign.stage} at step {step}")
+        what = "the weights of stage" if is_worker else "stage"
+        self._report(f"holding {what} {assign.stage} at step {step}")
         ready = coordinator_pb2.Ready(
             incarnation=assign.incarnation, step=step, weights_digest=digest
         )
@@ -295,46 +304,87 @@ class StageHolder:
             if assign.source == coordinator_pb2.STATE_SOURCE_REPLAY:
                 await self._rebuild(worker, assign)
                 return worker
-            donors = None
-            if assign.source == coordinator_pb2.STATE_SOURCE_PEER:
-                donors = assign.donors
-                names = ", ".join(member.name for member in donors.members)
-                self._report(f"copying stage {assign.stage} from {names}")
-            else:
-                self._report(f"fetching the snapshot of stage {assign.stage} at step {assign.step}")
-            await self._fetch(worker, assign.step, donors)
+            await self._fill(worker, assign)
         except BaseException:
             worker.close()
             raise
         return worker
 
-    async def _fetch(
-        self, worker: StageWorker, step: int, donors: coordinator_pb2.Donors | None
-    ) -> None:
-        """The whole state, into the worker."""
-
-        async def judge(path: Path) -> bool:
-            digest = await worker.load(path, step)
-            return not (donors and donors.has_weights_digest) or digest == donors.weights_digest
-
-        progress = FetchProgress()
-        self._fetching = "the state", progress
+    async def _fill(self, worker: StageWorker, assign: coordinator_pb2.Assign) -> None:
+        """Fetch what was assigned, into the worker."""
+        is_worker = assign.tier == types_pb2.TIER_WORKER
+        donors = None
+        if assign.source == coordinator_pb2.STATE_SOURCE_PEER:
+            donors = assign.donors
+            names = ", ".join(member.name for member in donors.members)
+            self._report(f"copying stage {assign.stage} from {names}")
+        else:
+            self._report(f"fetching the snapshot of stage {assign.stage} at step {assign.step}")
+        part = types_pb2.STATE_PART_WEIGHTS if is_worker else types_pb2.STATE_PART_ALL
+        load = worker.load_weights if is_worker else worker.load
+        self._fetching = "the weights" if is_worker else "the state", FetchProgress()
         try:
-            version = (worker.spec.stage, step, types_pb2.STATE_PART_ALL)
-            path = await self._transfer.fetch_state(version, donors, judge=judge, progress=progress)
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await self._fetch(
+                (assign.stage, assign.step, part),
+                donors,
+                lambda path: load(path, assign.step),
+                self._fetching[1],
+            )
         finally:
             self._fetching = None
+
+    async def _fetch(
+        self,
+        version: Version,
+        donors: coordinator_pb2.Donors | None,
+        load: Load,
+        progress: FetchProgress,
+    ) -> int:
+        """Fetch a version and load it; returns the weights' digest, which is compared with the
+        recorded one where the version has weights."""
+        digest = 0
+        expected = None
+        if donors and donors.has_weights_digest and version[2] != types_pb2.STATE_PART_MOMENTS:
+            expected = donors.weights_digest
+
+        async def judge(path: Path) -> bool:
+            nonlocal digest
+            digest = await load(path)
+            return expected is None or digest == expected
+
+        path = await self._transfer.fetch_state(version, donors, judge=judge, progress=progress)
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+        return digest
+
+    def _apprentice(self, member: StageMember) -> Apprentice:
+        incarnation, stage = member.incarnation, member.worker.spec.stage
+        return Apprentice(
+            member.worker,
+            incarnation=incarnation,
+            scratch=self._scratch,
+            fetch=lambda step, part, donors, load, progress: self._fetch(
+                (stage, step, part), donors, load, progress
+            ),
+            on_step=member.close_step,
+            send=self._send,
+            on_trouble=lambda error: self.trouble(incarnation, error),
+        )
 
     def waiting_for(self) -> str:
         """What the node waits for, in plain words; empty while it computes."""
         if self._fetching is not None:
             what, progress = self._fetching
             names = " and ".join(progress.sources) or "donors that are preparing it"
-            return f"{100 * progress.share:.0f} % of {what} from {names}"
+            return f"warming up: {100 * progress.share:.0f} % of {what} from {names}"
         if self._replaying:
             return self._replaying
-        return self.member.waiting_for() if self.member else "an assignment"
+        member = self.member
+        if member is None:
+            return "an assignment"
+        waits = member.waiting_for()
+        if member.apprentice is None:
+            return waits
+        return "; ".join(filter(None, [member.apprentice.progress(), waits]))
 
     async def _close_pins(self) -> None:
         pins, self._pins = self._pins, None
@@ -349,7 +399,10 @@ class StageHolder:
             "logs of its neighbours"
         )
         if replay.base_step:
-            await self._fetch(worker, replay.base_step, None)
+            base = coordinator_pb2.Assign(
+                stage=stage, step=replay.base_step, source=coordinator_pb2.STATE_SOURCE_SNAPSHOT
+            )
+            await self._fill(worker, base)
         else:
             await worker.initialise()
 

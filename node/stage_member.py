@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from shoal.compression.registry import Boundary
+from shoal.node.apprentice import Apprentice
 from shoal.node.boundary_log import BoundaryLog
 from shoal.node.inbox import BoundaryInbox, BoundaryTensor
 from shoal.node.links import PeerLinks
@@ -89,6 +90,8 @@ class StageMember:
         self.worker = worker
         self.incarnation = incarnation
         self.prepared: Prepared | None = None
+        self.apprentice: Apprentice | None = None
+        """Set while this member lacks the optimizer's state, or has not shown that it is right."""
         self._boundary = boundary
         self._swarm = swarm
         self._send = send
@@ -127,6 +130,9 @@ class StageMember:
         """Start a step, or start it anew."""
         await self._stop_step()
         self.prepared = None
+        if self.apprentice is not None and self.apprentice.is_proven:
+            apprentice, self.apprentice = self.apprentice, None
+            await apprentice.close()
         await self.worker.begin_step(command)
         self._step, self._attempt = command.step, command.attempt
         self._forwards = {}
@@ -193,12 +199,16 @@ class StageMember:
             )
         self._faults.reach(Moment.COMMITTED, command.step)
         await self._stop_step()
+        if self.apprentice is not None and not self.apprentice.is_promoted:
+            self.prepared = None
+            await self.apprentice.committed(prepared.totals, command)
+            self._keep_sent(command.step, prepared)
+            self.close_step(command.step)
+            return  # the weights come with the next Pull
         digest = await self.worker.apply(prepared.totals, command)
         self.prepared = None
-        if self._log is not None:
-            self._log.append(command.step, self.worker.spec.stage, prepared.sent)
-        self.boundary_inbox.close_step(command.step)
-        self.reduce_inbox.close_step(command.step)
+        self._keep_sent(command.step, prepared)
+        self.close_step(command.step)
         self._send(
             coordinator_pb2.NodeEvent(
                 applied=coordinator_pb2.Applied(
@@ -207,11 +217,22 @@ class StageMember:
             )
         )
 
+    def _keep_sent(self, step: int, prepared: Prepared) -> None:
+        if self._log is not None:
+            self._log.append(step, self.worker.spec.stage, prepared.sent)
+
+    def close_step(self, step: int) -> None:
+        """The weights are those after `step`, or will be before another step opens."""
+        self.boundary_inbox.close_step(step)
+        self.reduce_inbox.close_step(step)
+
     async def members_gone(self, gone: Iterable[Incarnation]) -> None:
         for incarnation in gone:
             await self.links.drop(incarnation)
 
     async def close(self) -> None:
+        if self.apprentice is not None:
+            await self.apprentice.close()
         await self._stop_step()
         self.reduce_inbox.close()
         await self.links.close()

@@ -131,6 +131,40 @@ class StageWorker:
 
         return await self.call(load)
 
+    async def load_weights(self, path: Path, step: int) -> int:
+        """Only the weights; returns their digest. Raises what `read_state` does."""
+
+        def load() -> int:
+            part = types_pb2.STATE_PART_WEIGHTS
+            expect = StateExpectation.of(self.run, self.spec.stage, step, part=part)
+            _, arrays = read_state(path, expect)
+            self.runtime.load_weights({k: torch.from_numpy(a) for k, a in arrays.items()}, step)
+            return self.runtime.weights_digest()
+
+        return await self.call(load)
+
+    async def load_moments(self, path: Path, step: int) -> None:
+        """Only the moments, of `step`. Raises what `read_state` does."""
+
+        def load() -> None:
+            part = types_pb2.STATE_PART_MOMENTS
+            expect = StateExpectation.of(self.run, self.spec.stage, step, part=part)
+            _, arrays = read_state(path, expect)
+            self.runtime.load_moments({k: torch.from_numpy(a) for k, a in arrays.items()})
+
+        await self.call(load)
+
+    async def advance_moments(self, totals: torch.Tensor, commit: coordinator_pb2.Commit) -> None:
+        """Bring the moments over a committed step."""
+        await self.call(
+            lambda: self.runtime.advance_moments(
+                totals,
+                num_tokens=commit.num_tokens,
+                clip_scale=commit.clip_scale,
+                scale_exponent=commit.scale_exponent,
+            )
+        )
+
     async def save(
         self,
         path: Path,

@@ -20,7 +20,7 @@ from shoal.protocol.state_file import PARTS
 
 log = logging.getLogger(__name__)
 
-MAX_PINS = 6
+MAX_PINS = 8
 MAX_AGE_S = 1800.0
 """Nobody keeps a version for longer; a joiner that needs more time gets a newer one."""
 

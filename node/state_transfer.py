@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import logging
 import shutil
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,11 +22,18 @@ from shoal.protocol.state_file import StateExpectation, chunks
 if TYPE_CHECKING:
     from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
 
+log = logging.getLogger(__name__)
+
 IDLE_LIMIT_S = 120.0
 """Without a chunk of a shard for so long, the transfer is given up."""
 
 _MAX_PARTIAL = 2
 """Partial state files kept beside the one in use."""
+
+_PART_NAMES = {
+    types_pb2.STATE_PART_WEIGHTS: "the weights",
+    types_pb2.STATE_PART_MOMENTS: "the moments",
+}
 
 Version = tuple[int, int, types_pb2.StatePart.ValueType]
 """(stage, step, part)"""
@@ -89,7 +97,16 @@ class StateTransfer:
             on_bad=self._on_bad,
             progress=progress,
         )
-        return await fetch.run()
+        found = await fetch.run()
+        log.info(
+            "got %s of stage %d at step %d: %d bytes fetched, %d bytes were there",
+            _PART_NAMES.get(part, "the state"),
+            stage,
+            step,
+            progress.fetched_bytes,
+            progress.resumed_bytes,
+        )
+        return found
 
     def _tidy(self, path: Path) -> None:
         """Only the newest few partial files are worth their space."""

@@ -23,7 +23,7 @@ UPDATE_TAIL = 8
 
 RunState = Literal["waiting", "training", "paused", "draining", "finished", "failed"]
 NodeState = Literal[
-    "joining", "copying", "training", "ready", "paused", "leaving", "left", "fenced"
+    "joining", "copying", "warming", "training", "ready", "paused", "leaving", "left", "fenced"
 ]
 GONE: frozenset[str] = frozenset({"left", "fenced"})
 
@@ -84,6 +84,8 @@ class NodeView(_View):
     incarnation: Count = 0
     stage: int | None = None
     state: NodeState
+    tier: Literal["", "worker", "holder"] = ""
+    """worker: it has its stage's weights, and not yet the optimizer's state."""
     device: Text = "cpu"
     device_name: Text = ""
     pid: Count = 0

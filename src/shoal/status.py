@@ -28,8 +28,9 @@ _RUN_STYLE = {
     "finished": "green", "failed": "red",
 }  # fmt: skip
 _NODE_STYLE = {
-    "joining": "yellow", "copying": "yellow", "training": "cyan", "ready": "green",
-    "paused": "bright_black", "leaving": "yellow", "left": "bright_black", "fenced": "red",
+    "joining": "yellow", "copying": "yellow", "warming": "yellow", "training": "cyan",
+    "ready": "green", "paused": "bright_black", "leaving": "yellow", "left": "bright_black",
+    "fenced": "red",
 }  # fmt: skip
 
 

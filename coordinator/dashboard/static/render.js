@@ -138,7 +138,7 @@ function renderPipeline(view) {
   const live = view.nodes.filter((node) => !gone(node));
   put(at("nodes"), format.integer(live.length));
   const left = view.nodes.length - live.length;
-  const arriving = live.filter((node) => node.state === "joining" || node.state === "copying").length;
+  const arriving = live.filter((node) => ["joining", "copying", "warming"].includes(node.state)).length;
   put(at("nodes-note"), [arriving ? `${arriving} arriving` : "", left ? `${left} gone` : "nobody has left"]
     .filter(Boolean).join("\n"));
 }

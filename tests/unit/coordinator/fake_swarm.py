@@ -2,10 +2,11 @@
 """A swarm in one thread: a real conductor, nodes that answer by protos, no network and no torch.
 
 A gradient is an integer made from (step, microbatch, stage, weights, what the neighbours sent), a
-stage's sum is their sum, and weights follow from sums: whatever is counted twice or not at all
-changes every later digest. Boundary tensors and sums travel as messages that are lost with their
-sender, so that a step can hang as a real one would. Nothing happens by itself: `actions` lists
-what can happen next, and the test (or `settle`, in a fixed order) chooses.
+stage's sum is their sum, moments follow from sums, and weights from moments: whatever is counted
+twice or not at all, or applied without the right moments, changes every later digest. Boundary
+tensors and sums travel as messages that are lost with their sender, so that a step can hang as a
+real one would. Nothing happens by itself: `actions` lists what can happen next, and the test (or
+`settle`, in a fixed order) chooses.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from shoal.protocol.errors import StorageError, WrongLeaseError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2 as pb
+from shoal.protocol.proto import types_pb2
 from shoal.protocol.scale import coarsened
 from shoal.protocol.spec import (
     BatchSpec,
@@ -82,8 +84,13 @@ def initial_weights(stage: int) -> int:
     return mix(stage, 17)
 
 
-def applied(weights: int, total: int, step: int) -> int:
-    return mix(weights, total, step)
+def advanced(moments: int, total: int) -> int:
+    return mix(moments, total, 5)
+
+
+def applied(weights: int, moments: int, step: int) -> int:
+    """`moments` are those after the step."""
+    return mix(weights, moments, step)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ def reference(run: ResolvedRun, coarsen: Mapping[int, int] | None = None) -> Ref
     stages, weights = run.spec.pipeline.stages, {}
     weights[0] = tuple(initial_weights(s) for s in range(stages))
     sums = {}
+    moments = [0] * stages
     for step in range(1, run.spec.steps + 1):
         before, totals = weights[step - 1], [0] * stages
         for m in range(run.spec.batch.microbatches):
@@ -110,23 +118,24 @@ def reference(run: ResolvedRun, coarsen: Mapping[int, int] | None = None) -> Ref
                 totals[s] = (totals[s] + gradient) & MASK
         totals = [scaled(total, (coarsen or {}).get(step, 0)) for total in totals]
         sums[step] = tuple(totals)
-        weights[step] = tuple(applied(before[s], totals[s], step) for s in range(stages))
+        moments = [advanced(moments[s], totals[s]) for s in range(stages)]
+        weights[step] = tuple(applied(before[s], moments[s], step) for s in range(stages))
     return Reference(sums, weights)
 
 
 class FakeSnapshots(SnapshotStore):
-    """Snapshots in memory: step -> stage -> weights."""
+    """Snapshots in memory: step -> stage -> (weights, moments)."""
 
     def __init__(self) -> None:
         self.full = False
         """Whether the disk has no room."""
-        self.incoming: dict[int, dict[int, int]] = {}
-        self.complete: dict[int, dict[int, int]] = {}
+        self.incoming: dict[int, dict[int, State]] = {}
+        self.complete: dict[int, dict[int, State]] = {}
 
-    def put(self, step: int, stage: int, weights: int, num_stages: int) -> bool:
-        self.incoming.setdefault(step, {})[stage] = weights
+    def put(self, step: int, stage: int, state: "State", num_stages: int) -> bool:
+        self.incoming.setdefault(step, {})[stage] = state
         if len(self.incoming[step]) == num_stages:
-            self.complete[step] = self.incoming[step]
+            self.complete[step] = self.incoming.pop(step)
         return step in self.complete
 
     def complete_steps(self) -> list[int]:
@@ -140,6 +149,10 @@ class FakeSnapshots(SnapshotStore):
         for step in removed:
             del self.complete[step]
         return removed
+
+
+State = tuple[int, int]
+"""(weights, moments)"""
 
 
 @dataclass
@@ -205,6 +218,7 @@ class FakeNode:
         self.stage = -1
         self.step = -1
         self.weights = 0
+        self.moments = 0
         self.prepared: tuple[int, int] | None = None  # (step, total)
         # One incarnation.
         self.incarnation = 0
@@ -213,16 +227,27 @@ class FakeNode:
         self.current: Try | None = None
         self.reduction: Reduction | None = None
         self.early: list[Message] = []
-        self.copying: tuple[pb.Assign, int | None] | None = None
-        self.uploads: list[tuple[int, int, int]] = []  # (step, stage, weights)
+        self.copying: pb.Assign | None = None
+        self.uploads: list[tuple[int, int, State]] = []  # (step, stage, state)
+        self.pins: dict[tuple[int, int], State] = {}  # (step, part) -> what it serves
+        # A worker: it has the weights, and the moments of some step or none.
+        self.is_apprentice = False
+        self.moments_step: int | None = None
+        self.promoted_at: int | None = None
+        self.committed = 0
+        self.catch_up: list[tuple[int, int]] = []  # (step, total)
+        self.pulls: dict[int, pb.Pull] = {}  # part -> what is on its way
         self.held_sums: tuple[int, int] | None = None
         self.sent: list[tuple[str, int, int]] = []  # with the sums that are prepared or held
         self.replayed: list[pb.ReplayStep] | None = None  # steps still to do
+        self.replay_state: State = (0, 0)
         # What a test may break.
         self.busy_s = 0.1  # as it reports for each microbatch
         self.corrupt_bits = 0
         self.corrupt_sums = 0
         self.corrupt_copy = 0
+        self.corrupt_moments = 0
+        self.slow_parts: set[int] = set()  # what it fetches of these doesn't arrive
         self.corrupt_weights = 0
         self.dtype = swarm.dtype
         self.flaky: deque[BadNumbers] = deque()  # what its next tasks fail with
@@ -234,13 +259,20 @@ class FakeNode:
         self.num_done = 0
         self._busy_until_s: float | None = None
 
+    @property
+    def has_all(self) -> bool:
+        """Holds the moments too, and has applied a step with them."""
+        return not self.is_apprentice or (
+            self.promoted_at is not None and self.step > self.promoted_at
+        )
+
     # ---- session -------------------------------------------------------------------------
 
     def attach(self) -> None:
         hello = pb.Hello(protocol_version=PROTOCOL_VERSION, address=f"{self.peer_id}:1")
         hello.hardware.flops, hello.hardware.memory_bytes = 1e12, 1 << 34
         hello.hardware.compute_dtype = self.dtype
-        if self.step >= 0:
+        if self.step >= 0 and not self.is_apprentice:
             hello.held.stage, hello.held.step = self.stage, self.step
             hello.held.weights_digest = self.weights
             if self.held_sums is not None:
@@ -261,6 +293,14 @@ class FakeNode:
             self.held_sums = self.prepared
         self.incarnation, self.current, self.reduction, self.prepared = 0, None, None, None
         self.copying, self.early, self.uploads, self.replayed = None, [], [], None
+        self.pins, self.pulls, self.catch_up = {}, {}, []
+        if self.is_apprentice:
+            self.forget()
+
+    def forget(self) -> None:
+        """Without a state that is worth anything."""
+        self.step, self.held_sums = -1, None
+        self.is_apprentice, self.moments_step, self.promoted_at = False, None, None
 
     @property
     def log(self) -> dict[tuple[int, int], dict[tuple[str, int], int]]:
@@ -281,7 +321,7 @@ class FakeNode:
     def kill(self) -> None:
         """The process dies, and its connections with it."""
         self.swarm.lose_messages_of(self.incarnation)
-        self.step, self.held_sums = -1, None
+        self.forget()
         self.drop()
         self.swarm.nodes.pop(self.peer_id)
         self.swarm.disks.pop(self.peer_id, None)  # nobody comes back to it: see `start_again`
@@ -317,8 +357,13 @@ class FakeNode:
             found.append(self.report)
         if self.session is None and self.done is None and self.swarm.now_s >= self.retry_s:
             found.append(self.attach)
-        if self.copying is not None:
+        if self.copying is not None and self.has_answer(
+            self.copying.source, self.copying.step, copied_part(self.copying), self.copying.donors
+        ):
             found.append(self.finish_copy)
+        for part, pull in self.pulls.items():
+            if self.has_answer(pb.STATE_SOURCE_PEER, pull.step, part, pull.donors):
+                found.append(lambda part=part: self.finish_pull(part))  # type: ignore[misc]
         if self.uploads:
             found.append(self.upload)
         if not self.mute and self.can_compute():
@@ -370,9 +415,15 @@ class FakeNode:
                 self.reduce(command.reduce)
             elif kind == "commit":
                 self.commit(command.commit)
+            elif kind == "pin":
+                self.pin(command.pin)
+            elif kind == "pull":
+                self.pull(command.pull)
             elif kind == "snapshot":
+                assert self.has_all, "a worker can't be asked"
                 if self.step == command.snapshot.step:
-                    self.uploads.append((self.step, self.stage, self.weights))
+                    state = self.weights, self.moments
+                    self.uploads.append((self.step, self.stage, state))
                 else:
                     self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the state moved on")
 
@@ -382,44 +433,21 @@ class FakeNode:
         held, self.held_sums = self.held_sums, None
         self.detach()
         self.held_sums = held
-        source, weights = assign.source, None
-        if source == pb.STATE_SOURCE_INIT:
-            weights = initial_weights(assign.stage)
-        elif source == pb.STATE_SOURCE_PEER:
-            weights = self.copy(assign.donors, assign.step)
-        elif source == pb.STATE_SOURCE_SNAPSHOT:
-            weights = self.swarm.snapshots.complete[assign.step][assign.stage]
-        elif source == pb.STATE_SOURCE_REPLAY:
-            base, self.replayed = assign.replay.base_step, list(assign.replay.steps)
-            weights = initial_weights(assign.stage)
-            if base:
-                weights = self.swarm.snapshots.complete[base][assign.stage]
-        elif self.stage == assign.stage and self.step >= 0:
-            weights = self.weights
-        if source != pb.STATE_SOURCE_KEEP:
+        if assign.source != pb.STATE_SOURCE_KEEP:
             self.step = -1  # dropped first
-        self.copying = assign, weights
-
-    def copy(self, donors: pb.Donors, step: int) -> int | None:
-        """What the run has recorded, or else the first donor's; None when nobody has it."""
-        found = {}
-        for member in donors.members:
-            donor = self.swarm.by_incarnation(member.incarnation)
-            if donor is None or donor.step != step:
-                continue
-            found[member.peer_id] = weights = donor.weights ^ donor.corrupt_copy
-            if donors.has_weights_digest and weights != donors.weights_digest:
-                del found[member.peer_id]
-                bad = pb.TROUBLE_KIND_BAD_PEER
-                self.say(trouble=pb.Trouble(kind=bad, peer_id=member.peer_id, error="FakeError"))
-        return next(iter(found.values()), None)
+        self.copying = assign
+        if assign.source == pb.STATE_SOURCE_REPLAY:
+            base, self.replayed = assign.replay.base_step, list(assign.replay.steps)
+            self.replay_state = initial_weights(assign.stage), 0
+            if base:
+                self.replay_state = self.swarm.snapshots.complete[base][assign.stage]
 
     def replay_step(self) -> None:
         """One step of a lost stage, out of its neighbours' logs."""
         assert self.copying is not None
         assert self.replayed
-        (assign, weights), step = self.copying, self.replayed.pop(0)
-        assert weights is not None
+        assign, step = self.copying, self.replayed.pop(0)
+        weights, moments = self.replay_state
         self.incarnation = assign.incarnation
         try:
             total, sent = self._replayed(assign, weights, step)
@@ -430,13 +458,14 @@ class FakeNode:
                 peer_id=str(hole.args[0]),
             )  # fmt: skip
             return
-        after = applied(weights, total, step.commit.step)
+        moments = advanced(moments, total)
+        after = applied(weights, moments, step.commit.step)
         wrong = step.has_weights_digest and after != step.weights_digest
         if total != step.commit.sums_digest or wrong:
             self.copying = self.replayed = None
             self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "other bits", error="ReplayMismatchError")
             return
-        self.copying = assign, after
+        self.replay_state = after, moments
         self.write_log(step.commit.step, assign.stage, sent)
         self.say(
             replaying=pb.Replaying(
@@ -485,16 +514,32 @@ class FakeNode:
             self.replay_step()
             return
         assert self.copying is not None
-        (assign, weights), self.copying = self.copying, None
+        assign, self.copying = self.copying, None
         held, self.held_sums = self.held_sums, None
         self.incarnation = assign.incarnation
-        if weights is None:
+        keeps = assign.source == pb.STATE_SOURCE_KEEP
+        state: State | None = None
+        if assign.source == pb.STATE_SOURCE_INIT:
+            state = initial_weights(assign.stage), 0
+        elif assign.source == pb.STATE_SOURCE_PEER:
+            state = self.copy(assign.donors, assign.step, copied_part(assign))
+        elif assign.source == pb.STATE_SOURCE_SNAPSHOT:
+            state = self.swarm.snapshots.complete[assign.step][assign.stage]
+        elif assign.source == pb.STATE_SOURCE_REPLAY:
+            state = self.replay_state
+        elif self.stage == assign.stage and self.step >= 0:
+            state = self.weights, self.moments
+        if state is None:
             self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the state was not to be had")
             self.incarnation = 0
             return
-        keeps = assign.source == pb.STATE_SOURCE_KEEP
         if not keeps:
-            self.stage, self.step, self.weights = assign.stage, assign.step, weights
+            self.forget()
+            self.stage, self.step = assign.stage, assign.step
+            self.weights, self.moments = state
+            if assign.tier == types_pb2.TIER_WORKER:
+                self.is_apprentice, self.moments = True, -1
+                self.committed = self.step
         elif held is not None and held[0] == self.step + 1:
             self.prepared = held
         self.say(
@@ -503,14 +548,90 @@ class FakeNode:
             )
         )
 
+    # ---- state from others ---------------------------------------------------------------
+
+    def pin(self, command: pb.Pin) -> None:
+        wanted = {(v.step, v.part) for v in command.versions}
+        self.pins = {version: state for version, state in self.pins.items() if version in wanted}
+        for version in wanted - self.pins.keys():
+            if version[0] == self.step and self.has_all:
+                self.pins[version] = (
+                    self.weights ^ self.corrupt_copy, self.moments ^ self.corrupt_moments
+                )  # fmt: skip
+
+    def has_answer(
+        self, source: "pb.StateSource.ValueType", step: int, part: int, donors: pb.Donors
+    ) -> bool:
+        """Whether what is fetched is to be had, or known not to be: no donor waits for its pin."""
+        if source != pb.STATE_SOURCE_PEER:
+            return True
+        if part in self.slow_parts:
+            return False
+        found = [self.swarm.by_incarnation(m.incarnation) for m in donors.members]
+        alive = [d for d in found if d is not None and d.session is not None]
+        if any((step, part) in d.pins for d in alive):
+            return True
+        return all(d.session is not None and d.session.outbox.empty() for d in alive)
+
+    def copy(self, donors: pb.Donors, step: int, part: int) -> State | None:
+        """What the run has recorded, or else the first donor's; None when nobody has it."""
+        found: dict[str, State] = {}
+        for member in donors.members:
+            donor = self.swarm.by_incarnation(member.incarnation)
+            if donor is None or (step, part) not in donor.pins:
+                continue
+            found[member.peer_id] = state = donor.pins[step, part]
+            compares = donors.has_weights_digest and part != types_pb2.STATE_PART_MOMENTS
+            if compares and state[0] != donors.weights_digest:
+                del found[member.peer_id]
+                bad = pb.TROUBLE_KIND_BAD_PEER
+                self.say(trouble=pb.Trouble(kind=bad, peer_id=member.peer_id, error="FakeError"))
+        return next(iter(found.values()), None)
+
+    def pull(self, command: pb.Pull) -> None:
+        if not self.is_apprentice or self.promoted_at is not None:
+            return
+        self.pulls[command.part] = command
+        if command.part == types_pb2.STATE_PART_MOMENTS:
+            self.moments_step, self.catch_up = None, []
+
+    def finish_pull(self, part: int) -> None:
+        command = self.pulls.pop(part)
+        state = self.copy(command.donors, command.step, part)
+        if state is None:
+            if part == types_pb2.STATE_PART_WEIGHTS:
+                self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the weights were not to be had")
+            return
+        if part == types_pb2.STATE_PART_WEIGHTS:
+            self.weights, self.step = state[0], command.step
+            self.say(
+                applied=pb.Applied(
+                    incarnation=self.incarnation, step=self.step, weights_digest=self.weights
+                )
+            )
+        else:
+            self.moments, self.moments_step = state[1], command.step
+        self.try_promotion()
+
+    def try_promotion(self) -> None:
+        if self.moments_step is None or self.promoted_at is not None:
+            return
+        while self.moments_step < self.step:
+            step, total = self.catch_up.pop(0)
+            assert step == self.moments_step + 1
+            self.moments, self.moments_step = advanced(self.moments, total), step
+        if self.committed <= self.step:
+            self.promoted_at = self.step
+            self.say(promoted=pb.Promoted(incarnation=self.incarnation, step=self.step))
+
     def upload(self) -> None:
-        step, stage, weights = self.uploads.pop(0)
+        step, stage, state = self.uploads.pop(0)
         conductor = self.swarm.conductor
         if not conductor.expects_snapshot(self.peer_id, step, stage):
             self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "nobody asked for it")
         elif self.swarm.snapshots.full:
             conductor.snapshot_refused(step, "no space left; free some space.")
-        elif self.swarm.snapshots.put(step, stage, weights, self.swarm.num_stages):
+        elif self.swarm.snapshots.put(step, stage, state, self.swarm.num_stages):
             conductor.snapshot_stored(step)
 
     # ---- the step ------------------------------------------------------------------------
@@ -523,6 +644,8 @@ class FakeNode:
             window=command.window,
             credits=command.credits,
         )
+        if self.has_all:
+            self.is_apprentice, self.promoted_at = False, None
         self.current, self.reduction, self.prepared = (
             Try(
                 command.step, command.attempt, work, command.loss_scale,
@@ -731,17 +854,28 @@ class FakeNode:
         if self.prepared != (command.step, command.sums_digest):
             self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, f"commit of other sums than {self.prepared}")
             return
-        self.weights = applied(self.weights, command.sums_digest, command.step)
+        self.current = self.reduction = self.prepared = None
+        self.early = [m for m in self.early if m[0] > command.step]
+        self.committed = command.step
+        if self.is_apprentice and self.promoted_at is None:
+            self.catch_up.append((command.step, command.sums_digest))
+            self.write_log(command.step, self.stage, self.sent)
+            return
+        self.moments = advanced(self.moments, command.sums_digest)
+        self.weights = applied(self.weights, self.moments, command.step)
         self.weights ^= self.corrupt_weights
+        self.step = command.step
         self.write_log(command.step, self.stage, self.sent)
-        self.step, self.prepared = command.step, None
-        self.current = self.reduction = None
-        self.early = [m for m in self.early if m[0] > self.step]
         self.say(
             applied=pb.Applied(
                 incarnation=self.incarnation, step=self.step, weights_digest=self.weights
             )
         )
+
+
+def copied_part(assign: pb.Assign) -> int:
+    is_worker = assign.tier == types_pb2.TIER_WORKER
+    return types_pb2.STATE_PART_WEIGHTS if is_worker else types_pb2.STATE_PART_ALL
 
 
 def _lease(lease: pb.Lease) -> LeaseFacts:

@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 
 from shoal.coordinator.recovery import (
-    JOIN_DEADLINE_S,
     RECLAIM_S,
     RESTART_RECLAIM_S,
     LostStage,
     Readiness,
-    join_deadline_s,
     keepable,
     lost_stages,
     may_return,
@@ -117,15 +115,10 @@ def test_at_the_beginning_nothing_can_be_lost() -> None:
     assert lost_stages([LOST], step=0, lost_for_s=60.0) == "go on"
 
 
-def test_who_has_to_copy_again_gets_twice_the_time() -> None:
-    assert [join_deadline_s(n) / JOIN_DEADLINE_S for n in (0, 1, 2, 3)] == [1, 1, 2, 4]
-    assert join_deadline_s(1000) == 32 * JOIN_DEADLINE_S
-
-
 READY = Readiness(
     state=RunState(step=3, highest_step=3, snapshot_step=2),
-    holders={Stage(0): 1, Stage(1): 1}, wanted=4, copying={}, awaited=[], last_leaving=[],
-    lost_for_s=None,
+    holders={Stage(0): 1, Stage(1): 1}, wanted=4, copying={}, awaited=[], pulling=[],
+    last_leaving=[], lost_for_s=None,
 )  # fmt: skip
 NEW = RunState()
 NOBODY = {Stage(0): 0, Stage(1): 0}
@@ -151,6 +144,7 @@ NO_1 = {Stage(0): 1, Stage(1): 0}
             "1 is replayed; stage 0 has no node that holds step 3",
         ),
         (replace(READY, last_leaving=[("fox", Stage(1))]), "fox, the last node of stage 1, leaves"),
+        (replace(READY, pulling=["fox", "owl"]), "fox and owl are getting the weights of step 3"),
         (replace(READY, awaited=["fox"]), "fox is getting the state of its stage"),
         (replace(READY, state=NEW), "2 of 4 nodes are ready for the first step"),
     ],

@@ -2,6 +2,7 @@
 """A stage's runtime: graphs or recomputation, exactly-once sums, state, refusals."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -415,6 +416,54 @@ def test_state_that_does_not_fit_changes_nothing() -> None:
             stage.load_state(bad, 3)
     assert stage.weights_digest() == digest
     assert stage.step == 0
+
+
+def test_moments_brought_forward_without_weights_are_those_of_whoever_applied() -> None:
+    """And so are the weights that they make, with weights that came from elsewhere."""
+    [holder], worker = [make_stage(1, 0)], make_stage(1, 0)
+    totals: list[torch.Tensor] = []
+
+    def train(step: int) -> None:
+        for microbatch in range(MICROBATCHES):
+            run_microbatch([holder], step, microbatch)
+        totals.append(holder.sums.clone())
+        commit([holder], step, [totals[-1]])
+        if step < 6:
+            holder.begin_step(step + 1, EXPONENT, 1.0)
+
+    def committed(step: int) -> dict[str, Any]:
+        squared = holder.squared_norms(totals[step - 1], RUNS[1].spec.tokens_per_step)
+        return {
+            "num_tokens": RUNS[1].spec.tokens_per_step,
+            "clip_scale": min(1.0, 1.0 / math.sqrt(math.fsum(squared))),
+            "scale_exponent": EXPONENT,
+        }
+
+    for step in (1, 2):
+        train(step)
+    worker.load_moments(holder.state_tensors(("exp_avg", "exp_avg_sq")))
+    for step in (3, 4, 5):
+        train(step)
+        worker.advance_moments(totals[step - 1], **committed(step))
+    worker.load_weights(holder.state_tensors(("weights",)), 5)
+    train(6)
+    worker.apply(totals[5], step=6, learning_rate=1e-2, **committed(6))
+    assert worker.step == holder.step == 6
+    for name, tensor in holder.state_tensors().items():
+        assert torch.equal(worker.state_tensors()[name], tensor), name
+    assert worker.weights_digest() == holder.weights_digest()
+
+
+def test_a_part_of_a_state_is_no_state_and_the_other_way_round() -> None:
+    stage = make_stage(2, 0)
+    state = stage.state_tensors()
+    weights = stage.state_tensors(("weights",))
+    with pytest.raises(WrongShapeError):
+        stage.load_state(weights, 1)
+    with pytest.raises(WrongShapeError):
+        stage.load_weights(state, 1)
+    with pytest.raises(WrongShapeError):
+        stage.load_moments(weights)
 
 
 def test_state_tensors_are_copies() -> None:
