@@ -78,6 +78,9 @@ class Session:
     copies: int = 0
     """How often it was told to copy a stage's state."""
     failures: int = 0
+    snapshot_failed_s: float = -math.inf
+    """When it said last that it could not store its stage; and why."""
+    snapshot_trouble: str = ""
     farewell: str | None = None
     """Why the node wants to leave, once it said so."""
     leave_by_s: float | None = None

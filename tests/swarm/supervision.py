@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +37,11 @@ class SupervisedSwarm(Swarm):
     _events: list[Event] = field(default_factory=list)
     _last_read: int = 0
 
-    def _start(self, name: str, folder: Path, *arguments: str) -> Process:
-        return super()._start(name, folder, *arguments, "--faults", str(self._file(name)))
+    def _start(
+        self, name: str, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "shoal.cli")
+    ) -> Process:
+        faults = ("--faults", str(self._file(name)))
+        return super()._start(name, folder, *arguments, *faults, program=program)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.faults"
@@ -92,11 +95,7 @@ class SupervisedSwarm(Swarm):
         return crashed
 
     def _died_of_a_fault(self, process: Process) -> bool:
-        code = process.popen.returncode
-        if code == -signal.SIGKILL:
-            return self._suffered(process, Action.KILL)
-        # It can't go on without its log, and says so. Whoever supervises it makes room.
-        return process.name == COORDINATOR and self._suffered(process, Action.FULL_DISK)
+        return process.popen.returncode == -signal.SIGKILL and self._suffered(process, Action.KILL)
 
     def _suffered(self, process: Process, action: Action) -> bool:
         return any(f.pid == process.pid and f.action is action for f in self.fired(process.name))

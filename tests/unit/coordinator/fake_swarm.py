@@ -220,6 +220,7 @@ class FakeNode:
         self.replayed: list[pb.ReplayStep] | None = None  # steps still to do
         # What a test may break.
         self.busy_s = 0.1  # as it reports for each microbatch
+        self.disk_full = False
         self.corrupt_bits = 0
         self.corrupt_sums = 0
         self.corrupt_copy = 0
@@ -371,10 +372,12 @@ class FakeNode:
             elif kind == "commit":
                 self.commit(command.commit)
             elif kind == "snapshot":
-                if self.step == command.snapshot.step:
+                if self.disk_full:
+                    self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "no space left; free some space.")
+                elif self.step == command.snapshot.step:
                     self.uploads.append((self.step, self.stage, self.weights))
                 else:
-                    self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the state moved on")
+                    self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "the state moved on")
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -507,7 +510,7 @@ class FakeNode:
         step, stage, weights = self.uploads.pop(0)
         conductor = self.swarm.conductor
         if not conductor.expects_snapshot(self.peer_id, step, stage):
-            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "nobody asked for it")
+            self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "nobody asked for it")
         elif self.swarm.snapshots.full:
             conductor.snapshot_refused(step, "no space left; free some space.")
         elif self.swarm.snapshots.put(step, stage, weights, self.swarm.num_stages):
