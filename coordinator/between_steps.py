@@ -116,7 +116,7 @@ class BetweenSteps:
             self._log.wait(f"the snapshot of step {step} waits: {self._requests.trouble}")
             return False
         self._log.wait(
-            f"stage {unasked[0]} needs a node that holds step {step} for the snapshot"
+            self._requests.why_unasked(unasked[0])
             if unasked
             else f"the snapshot of step {step} is being stored"
         )

@@ -219,6 +219,12 @@ class NodeEvents:
             self._on_unreachable(session, trouble)
         elif kind == coordinator_pb2.TROUBLE_KIND_NUMBERS:
             self._runner.numbers.on_trouble(session, trouble)
+        elif kind == coordinator_pb2.TROUBLE_KIND_SNAPSHOT:
+            session.snapshot_failed_s, session.snapshot_trouble = self._log.clock(), what
+            self._log.say(
+                "snapshot_failed",
+                f"{session.name} could not store the snapshot of step {trouble.step}: {what}",
+            )
         elif self._replays.failed(session, trouble):
             self._runner.take_out(session, what, kind="replay-failed")
         else:

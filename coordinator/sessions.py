@@ -94,6 +94,9 @@ class Session:
     replay: ReplayProgress | None = None
     """It computes a lost stage's state again."""
     failures: int = 0
+    snapshot_failed_s: float = -math.inf
+    """When it said last that it could not store its stage; and why."""
+    snapshot_trouble: str = ""
     farewell: str | None = None
     """Why the node wants to leave, once it said so."""
     leave_by_s: float | None = None

@@ -2,6 +2,7 @@
 """Who was asked to store which stage's state, and when it is time to ask."""
 
 from shoal.coordinator.assignments import Desk
+from shoal.coordinator.sessions import Session
 from shoal.coordinator.state import SnapshotStored
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
@@ -67,7 +68,7 @@ class SnapshotRequests:
         for stage in self._members.stages:
             if stage in asked and not self._is_void(*asked[stage]):
                 continue
-            holders = self._members.holders(stage)
+            holders = [s for s in self._members.holders(stage) if not self._has_failed(s)]
             if holders:
                 before, _ = asked.get(stage, (None, 0.0))
                 chosen = min(
@@ -88,7 +89,23 @@ class SnapshotRequests:
 
     def _is_void(self, incarnation: Incarnation, asked_s: float) -> bool:
         late = self._log.clock() - asked_s > _DEADLINE_S
-        return late or self._members.by_incarnation(incarnation) is None
+        session = self._members.by_incarnation(incarnation)
+        return late or session is None or session.snapshot_failed_s >= asked_s
+
+    def _has_failed(self, session: Session) -> bool:
+        """Whether it could not store a snapshot just now, and is left alone for a while."""
+        return self._log.clock() - session.snapshot_failed_s < _RETRY_S
+
+    def why_unasked(self, stage: Stage) -> str:
+        """For people."""
+        step = self._log.state.step
+        failed = [s for s in self._members.holders(stage) if self._has_failed(s)]
+        if failed:
+            return (
+                f"{failed[0].name} could not store the snapshot of stage {stage}, step {step}: "
+                f"{failed[0].snapshot_trouble} It is asked again within {_RETRY_S:.0f} s"
+            )
+        return f"stage {stage} needs a node that holds step {step} for the snapshot"
 
     def _lost_a_request(self, step: int) -> bool:
         """Whether a snapshot asked for earlier will never be complete; it is forgotten then."""

@@ -462,4 +462,12 @@ class StageHolder:
         except CoordinatorDiskError as error:
             self._report(f"the snapshot of step {step} was not taken: {error}")
         except _OWN_FAILURES as error:
-            self.trouble(member.incarnation, error)
+            log.warning("the snapshot of step %d: %s: %s", step, type(error).__name__, error)
+            trouble = coordinator_pb2.Trouble(
+                kind=coordinator_pb2.TROUBLE_KIND_SNAPSHOT,
+                incarnation=member.incarnation,
+                error=type(error).__name__,
+                detail=str(error)[:500],
+                step=step,
+            )
+            self._send_event(coordinator_pb2.NodeEvent(trouble=trouble))

@@ -42,6 +42,10 @@ class _TroubleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TroubleKi
     """Gradients or sums were not finite, or overflowed the fixed point. `microbatch`, `attempt` and
     `leg` say which task it was; unless the leg is SUMMED, the node has given the microbatch back.
     """
+    TROUBLE_KIND_SNAPSHOT: _TroubleKind.ValueType  # 5
+    """It can't write or send the snapshot of `step` (disk full, connection lost). Its stage is whole,
+    and it goes on.
+    """
 
 class TroubleKind(_TroubleKind, metaclass=_TroubleKindEnumTypeWrapper): ...
 
@@ -55,6 +59,10 @@ TROUBLE_KIND_OWN_FAILURE: TroubleKind.ValueType  # 3
 TROUBLE_KIND_NUMBERS: TroubleKind.ValueType  # 4
 """Gradients or sums were not finite, or overflowed the fixed point. `microbatch`, `attempt` and
 `leg` say which task it was; unless the leg is SUMMED, the node has given the microbatch back.
+"""
+TROUBLE_KIND_SNAPSHOT: TroubleKind.ValueType  # 5
+"""It can't write or send the snapshot of `step` (disk full, connection lost). Its stage is whole,
+and it goes on.
 """
 Global___TroubleKind: _TypeAlias = TroubleKind  # noqa: Y015
 

@@ -95,11 +95,7 @@ class SupervisedSwarm(Swarm):
         return crashed
 
     def _died_of_a_fault(self, process: Process) -> bool:
-        code = process.popen.returncode
-        if code == -signal.SIGKILL:
-            return self._suffered(process, Action.KILL)
-        # It can't go on without its log, and says so. Whoever supervises it makes room.
-        return process.name == COORDINATOR and self._suffered(process, Action.FULL_DISK)
+        return process.popen.returncode == -signal.SIGKILL and self._suffered(process, Action.KILL)
 
     def _suffered(self, process: Process, action: Action) -> bool:
         return any(f.pid == process.pid and f.action is action for f in self.fired(process.name))

@@ -243,6 +243,7 @@ class FakeNode:
         self.replay_state: State = (0, 0)
         # What a test may break.
         self.busy_s = 0.1  # as it reports for each microbatch
+        self.disk_full = False
         self.corrupt_bits = 0
         self.corrupt_sums = 0
         self.corrupt_copy = 0
@@ -421,11 +422,13 @@ class FakeNode:
                 self.pull(command.pull)
             elif kind == "snapshot":
                 assert self.has_all, "a worker can't be asked"
-                if self.step == command.snapshot.step:
+                if self.disk_full:
+                    self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "no space left; free some space.")
+                elif self.step == command.snapshot.step:
                     state = self.weights, self.moments
                     self.uploads.append((self.step, self.stage, state))
                 else:
-                    self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "the state moved on")
+                    self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "the state moved on")
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -628,7 +631,7 @@ class FakeNode:
         step, stage, state = self.uploads.pop(0)
         conductor = self.swarm.conductor
         if not conductor.expects_snapshot(self.peer_id, step, stage):
-            self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "nobody asked for it")
+            self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "nobody asked for it")
         elif self.swarm.snapshots.full:
             conductor.snapshot_refused(step, "no space left; free some space.")
         elif self.swarm.snapshots.put(step, stage, state, self.swarm.num_stages):

@@ -233,3 +233,37 @@ def test_a_refused_snapshot_is_asked_for_again_less_often_each_time() -> None:
         swarm.settle()
         swarm.pass_time(1)
     assert 4 <= kinds(swarm).count("snapshot_failed") <= 20
+
+
+def test_a_node_whose_own_disk_is_full_trains_on_and_the_other_one_stores_the_stage() -> None:
+    swarm = FakeSwarm(make_run(steps=6), 4)
+    swarm.run_to_step(1)
+    for stage in (0, 1):
+        swarm.at(stage)[0].disk_full = True
+    swarm.finish(within_s=60)
+    assert "fenced" not in kinds(swarm)
+    assert "failed" not in kinds(swarm)
+    assert len(swarm.nodes) == 4
+    assert 6 in swarm.snapshots.complete
+    assert_undisturbed(swarm)
+
+
+def test_a_stages_only_node_with_a_full_disk_keeps_its_place_and_is_asked_now_and_then() -> None:
+    swarm = FakeSwarm(make_run(steps=6, replicas=1), 2)
+    swarm.run_to_step(1)
+    (node,) = swarm.at(1)
+    node.disk_full = True
+    swarm.run_until(lambda: swarm.conductor.state.step == 6)
+    for _ in range(60):
+        swarm.pass_time(1)
+        swarm.settle()
+    assert not swarm.conductor.ended
+    assert node.done is None
+    assert "free some space" in swarm.conductor.waiting_for
+    asked = [c for c in node.commands_seen if c.HasField("snapshot") and c.snapshot.step == 6]
+    assert 4 <= len(asked) <= 8
+    node.disk_full = False
+    swarm.finish()
+    assert 6 in swarm.snapshots.complete
+    assert "rolled_back" not in kinds(swarm)
+    assert_undisturbed(swarm)
