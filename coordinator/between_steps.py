@@ -11,6 +11,7 @@ from shoal.coordinator.members import Members
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.snapshot_requests import SnapshotRequests
 from shoal.coordinator.step_runner import StepRunner
+from shoal.coordinator.terms import Leadership
 from shoal.protocol.spec import RunSpec
 
 Outcome = Literal["go on", "finished", "stopped"]
@@ -26,7 +27,9 @@ class BetweenSteps:
         runner: StepRunner,
         assignments: Assignments,
         requests: SnapshotRequests,
+        terms: Leadership,
     ) -> None:
+        self._terms = terms
         self._spec = spec
         self._log = log
         self._members = members
@@ -65,6 +68,10 @@ class BetweenSteps:
 
     def _open_or_wait(self) -> None:
         reason = recovery.obstacle(self._readiness())
+        if not reason:
+            reason = self._terms.open_obstacle(self._members.sessions)
+            if reason:
+                self._terms.remind(self._members.sessions.values())
         self._log.wait(reason)
         if not reason:
             self._runner.open()
