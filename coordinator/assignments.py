@@ -144,6 +144,10 @@ class Assignments:
 
     # ---- effects -------------------------------------------------------------------------
 
+    def expect_holders(self) -> None:
+        """A coordinator begins to lead: the holders of all stages are about to come."""
+        self._lost_since_s = self._log.clock() if self._log.state.step else None
+
     def assign(self, *, may_roll_back: bool = True) -> None:
         """Call it between steps only. Raises `StorageError`."""
         lost = self._members.uncovered()

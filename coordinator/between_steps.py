@@ -11,6 +11,7 @@ from shoal.coordinator.members import Members
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.snapshot_requests import SnapshotRequests
 from shoal.coordinator.step_runner import StepRunner
+from shoal.coordinator.terms import Leadership
 from shoal.coordinator.workers import Workers
 from shoal.protocol.spec import RunSpec
 
@@ -28,7 +29,9 @@ class BetweenSteps:
         assignments: Assignments,
         workers: Workers,
         requests: SnapshotRequests,
+        terms: Leadership,
     ) -> None:
+        self._terms = terms
         self._spec = spec
         self._log = log
         self._members = members
@@ -69,6 +72,10 @@ class BetweenSteps:
 
     def _open_or_wait(self) -> None:
         reason = recovery.obstacle(self._readiness())
+        if not reason:
+            reason = self._terms.open_obstacle(self._members.sessions)
+            if reason:
+                self._terms.remind(self._members.sessions.values())
         self._log.wait(reason)
         if not reason:
             self._runner.open()

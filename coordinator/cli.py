@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shoal.coordinator import standby_link
 from shoal.coordinator.run_folder import (
     find_run,
     known_runs,
@@ -19,12 +20,16 @@ from shoal.coordinator.run_folder import (
     run_id_of,
     runs_folder,
 )
+from shoal.protocol.errors import ConfigError
 from shoal.protocol.fault_injector import FAULTS_VARIABLE
 from shoal.protocol.spec import load_run_spec
 from shoal.protocol.terminal import Terminal, quits_on_signals
 
 # What imports tensor libraries is imported by the command that needs it.
 
+OptionalRunFile = Annotated[
+    Path | None, typer.Argument(metavar="RUN.toml", help="The run's spec; not for --standby.")
+]
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's spec.")]
 
 
@@ -61,7 +66,7 @@ def progress_reporter(terminal: Terminal) -> Iterator[Callable[[str, float], Non
 
 
 def launch_command(
-    run_file: RunFile,
+    run_file: OptionalRunFile = None,
     folder: Annotated[
         Path | None, typer.Option(help="Run folder; by default one per spec, so that it resumes.")
     ] = None,
@@ -87,14 +92,33 @@ def launch_command(
     faults: Annotated[
         Path | None, typer.Option(hidden=True, envvar=FAULTS_VARIABLE, help="For tests.")
     ] = None,
+    standby: Annotated[
+        str | None,
+        typer.Option(metavar="LINK", help="Stand by for the run of this standby link, or file."),
+    ] = None,
+    takeover_s: Annotated[
+        float, typer.Option(min=1, help="A standby takes over after so long without the leader.")
+    ] = 10.0,
+    force_term: Annotated[
+        bool,
+        typer.Option(
+            "--force-term", help="Lead without asking. Only if no other coordinator lives."
+        ),
+    ] = False,
 ) -> None:
     """Coordinate a run: launch it, or resume it where it was."""
+    if run_file is None and standby is None:
+        raise ConfigError("give a RUN.toml, or --standby LINK to stand by for a run elsewhere")
     from shoal.coordinator.launch import launch
     from shoal.coordinator.run_view import audit
     from shoal.coordinator.serving import LaunchConfig
 
-    spec = load_run_spec(run_file)
-    where = (folder or runs_folder() / run_id_of(spec)).absolute()
+    spec = load_run_spec(run_file) if run_file is not None else None
+    link = standby_link.read(standby) if standby is not None else None
+    run_id = link.run_id if link is not None else run_id_of(spec) if spec is not None else ""
+    if link is not None and spec is not None and run_id_of(spec) != run_id:
+        raise ConfigError(f"{run_file} is run {run_id_of(spec)}, the standby link is for {run_id}")
+    where = (folder or runs_folder() / run_id).absolute()
     config = LaunchConfig(
         folder=where,
         host=host,
@@ -107,11 +131,22 @@ def launch_command(
         discovery=discovery,
         allowed_hosts=tuple(allow_host or ()),
         faults=faults,
+        force_term=force_term,
+        takeover_s=takeover_s,
     )
     terminal = Terminal()
     with quits_on_signals(), progress_reporter(terminal) as progress:
-        conductor = launch(spec, config, terminal, progress)
-    state, earlier = conductor.state, conductor.history.totals
+        if link is not None:
+            from shoal.coordinator.standby import stand_by
+
+            led = stand_by(link, config, terminal)
+            if led is None:
+                return
+            conductor = led
+        else:
+            assert spec is not None
+            conductor = launch(spec, config, terminal, progress)
+    spec, state, earlier = conductor.run.spec, conductor.state, conductor.history.totals
     recent = [record for step, record in state.records.items() if step > earlier.last_step]
     missing, double = audit(conductor.run, recent)
     line = (
@@ -123,7 +158,7 @@ def launch_command(
         line += f"; loss {first:.3f} to {recent[-1].loss:.3f}"
     terminal.line(line)
     if state.step < spec.steps:
-        again = f"shoal launch {shlex.quote(str(run_file))}"
+        again = f"shoal launch {shlex.quote(str(run_file or 'RUN.toml'))}"
         if folder is not None:
             again += f" --folder {shlex.quote(str(folder))}"
         terminal.line(f"resume with: {again}")

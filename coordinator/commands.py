@@ -25,7 +25,15 @@ def reduce(step: int, attempt: int, manifest: ReduceRound) -> coordinator_pb2.Re
     )
 
 
-def commit(record: StepCommitted, stage: Stage) -> coordinator_pb2.Commit:
+def commit(
+    record: StepCommitted,
+    stage: Stage,
+    sealed: coordinator_pb2.SignedRecord | None = None,
+    *,
+    term: int = 0,
+) -> coordinator_pb2.Commit:
+    """`term` is the leader's; the record may be of an earlier one. A replay needs neither term nor
+    signed record."""
     return coordinator_pb2.Commit(
         step=record.step,
         attempt=record.attempt,
@@ -36,6 +44,9 @@ def commit(record: StepCommitted, stage: Stage) -> coordinator_pb2.Commit:
         loss_scale=record.loss_scale,
         num_tokens=record.num_tokens,
         sums_digest=record.sums_digests[stage],
+        record=sealed.record if sealed else b"",
+        signature=sealed.signature if sealed else b"",
+        term=term,
     )
 
 

@@ -17,6 +17,7 @@ from shoal.compression.registry import parse_boundary
 from shoal.coordinator.assignments import Assignments, Desk
 from shoal.coordinator.between_steps import BetweenSteps
 from shoal.coordinator.compaction import MAX_STEPS, WORTHWHILE_STEPS
+from shoal.coordinator.followers import Follower
 from shoal.coordinator.history import StepHistory
 from shoal.coordinator.ledger import StepLedger
 from shoal.coordinator.members import Members
@@ -27,9 +28,16 @@ from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.snapshot_requests import SnapshotRequests
 from shoal.coordinator.snapshots import SnapshotStore
-from shoal.coordinator.state import Resumed, RunCreated, RunFinished, RunState
+from shoal.coordinator.state import (
+    Resumed,
+    RunCreated,
+    RunFinished,
+    RunState,
+    StandbyRegistered,
+)
 from shoal.coordinator.step_runner import Phase, StepRunner
 from shoal.coordinator.store import EventStore
+from shoal.coordinator.terms import Claim, Leadership
 from shoal.coordinator.workers import Workers
 from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
@@ -38,6 +46,7 @@ from shoal.protocol.errors import (
     ProtocolError,
     RunFailedError,
     StorageError,
+    TermError,
 )
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.identity import require_protocol
@@ -59,11 +68,15 @@ class Conductor:
         run: ResolvedRun,
         store: EventStore,
         snapshots: SnapshotStore,
+        claim: Claim | None = None,
         *,
         clock: Callable[[], float] = time.time,
         faults: Faults = NO_FAULTS,
     ) -> None:
+        """A log that is new, or that led alone until now, leads at once; any other collects
+        promises first."""
         self.run = run
+        self._store = store
         self.snapshots = snapshots
         self.clock = clock
         self.started_s = clock()
@@ -71,8 +84,13 @@ class Conductor:
         self.failed = ""
         spec = run.spec
         self._log = RunLog(store, clock)
+        self.terms = Leadership(self._log, run.run_id, claim or Claim())
+        self.deposed: TermError | None = None
+        """Why it leads no more, once another coordinator does."""
+        self.followers: dict[str, Follower] = {}
+        """Standbys that are connected, by log id."""
         self._members = Members(self._log, spec.pipeline.stages)
-        self._runner = StepRunner(run, self._log, self._members, faults)
+        self._runner = StepRunner(run, self._log, self._members, self.terms, faults)
         replays = Replays(spec, self._log, members=self._members, snapshots=snapshots)
         boundary, shape = parse_boundary(spec.pipeline.boundary), boundary_shape(spec)
         assert spec.pipeline.cuts is not None
@@ -87,7 +105,13 @@ class Conductor:
         self._assignments = Assignments(desk, needs, wanted_replicas=spec.pipeline.replicas)
         workers = Workers(self._log, self._members, self._runner, self._assignments)
         self._events = NodeEvents(
-            self._log, self._members, self._runner, spec.fault, replays, workers=workers
+            self._log,
+            self._members,
+            self._runner,
+            spec.fault,
+            replays,
+            workers=workers,
+            terms=self.terms,
         )
         self._between = BetweenSteps(
             spec,
@@ -97,18 +121,24 @@ class Conductor:
             assignments=self._assignments,
             workers=workers,
             requests=self._requests,
+            terms=self.terms,
         )
         self._can_write = True
         self._flush_error: StorageError | None = None
         self._ticked_s = self._listening_s = self.started_s
-        if not self.state.records and self.state.last_incarnation == 0:
+        is_new = not self.state.records and self.state.last_incarnation == 0
+        if is_new and not self.state.term:
             self._log.record(RunCreated(time_s=clock(), run_digest=run.digest))
             if self._log.blocked:
                 raise DiskFullError(self._log.blocked)
+        self._runner.phase = Phase.CLAIMING
+        self._claim_term()
+        if is_new:
             self._log.say("launched", f"run {run.run_id} is open: {spec.steps} steps")
         else:
             self._log.say("resumed", f"run {run.run_id} resumes after step {self.state.step}")
-            self._compact()
+            if self.terms.leads:
+                self._compact()
 
     # ---- facts ---------------------------------------------------------------------------
 
@@ -136,6 +166,19 @@ class Conductor:
     @property
     def ended(self) -> bool:
         return self._runner.phase is Phase.ENDED
+
+    @property
+    def can_write(self) -> bool:
+        return self._can_write
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the newest logged event."""
+        return self._store.last_sequence
+
+    def say_changed(self) -> None:
+        """Something that people see has changed."""
+        self._log.changed()
 
     @property
     def ledger(self) -> StepLedger | None:
@@ -181,12 +224,35 @@ class Conductor:
 
     # ---- nodes ---------------------------------------------------------------------------
 
-    def attach(self, peer_id: PeerId, hello: coordinator_pb2.Hello) -> Session:
-        """A node's session begins. Raises `VersionError`, or `StorageError` when the coordinator
-        can't write: the node should come again when it can."""
+    def greet(self, peer_id: PeerId, hello: coordinator_pb2.Hello) -> None:
+        """A node is here. Once `terms.is_worth_a_promise`, ask it with `terms.lead()`, and give
+        the answer to `attach`; call `terms.went` when it is gone.
+
+        Raises `VersionError`, `TermError` when another coordinator leads by now, or
+        `StorageError` when this one can't write.
+        """
+        if self.deposed is not None:
+            raise self.deposed
         if self._log.blocked:
             raise DiskFullError(self._log.blocked)
         require_protocol(hello.protocol_version, hello.release)
+        self.terms.came(peer_id)
+
+    def attach(
+        self, peer_id: PeerId, hello: coordinator_pb2.Hello, promise: coordinator_pb2.Promise
+    ) -> Session:
+        """A node's session begins, with its promise. Raises `StorageError` when the coordinator
+        can't write: the node should come again when it can; `TermError` when the node has
+        promised a higher term, which ends this coordinator's; `ProtocolError` for a bad answer."""
+        if self.deposed is not None:
+            raise self.deposed
+        if self._log.blocked:
+            raise DiskFullError(self._log.blocked)
+        try:
+            self.terms.hear(peer_id, promise)
+        except TermError as error:
+            self._outranked(error)
+            raise
         session = Session(peer_id, display_name(peer_id), hello, self.clock())
         with self._acting():
             old = self.sessions.get(peer_id)
@@ -198,6 +264,8 @@ class Conductor:
                 raise StorageError(self.failed)
             self._members.add(session)
             self._members.truncate_log(session)
+            if not self.state.is_alone:
+                session.send(standbys=self._standbys())
             told = hello.hardware.device_name or "unknown"
             if hello.release != __version__:
                 told += f"; release {hello.release[:32]!r}, this is {__version__}"
@@ -241,6 +309,8 @@ class Conductor:
         with self._acting():
             try:
                 self._events.handle(session, event)
+            except TermError as error:
+                self._outranked(error)
             except FencedError as error:
                 log.info("%s: %s", session.name, error)
             except ProtocolError as error:
@@ -275,11 +345,13 @@ class Conductor:
 
     def pause(self, reason: str = "paused by the operator") -> None:
         """The open step is finished; the next one waits for `resume`."""
+        self._require_leading()
         if not self.ended:
             with self._acting():
                 self._log.pause(reason)
 
     def resume(self) -> None:
+        self._require_leading()
         if self.state.paused is not None and not self.ended:
             with self._acting():
                 self._log.record(Resumed(time_s=self.clock()))
@@ -298,6 +370,32 @@ class Conductor:
         if not self.ended:
             with self._acting():
                 self._requests.wanted = True
+
+    def _require_leading(self) -> None:
+        """Raises `TermError` while this coordinator has no say."""
+        if not self.terms.leads and not self.ended:
+            raise TermError(f"this coordinator doesn't lead the run yet: {self.waiting_for}")
+
+    def register_standby(self, standby: StandbyRegistered) -> None:
+        """From now on a majority decides who leads. Raises `StorageError` and `TermError`."""
+        self._require_leading()
+        known = self.state.standbys.get(standby.log_id)
+        places = (standby.admission, standby.session)
+        if known is None or (known.admission, known.session) != places:
+            with self._acting():
+                self._log.record(standby)
+                self._log.say("standby", f"a standby coordinator at {standby.session} is ready")
+                for session in self.sessions.values():
+                    session.send(standbys=self._standbys())
+
+    def _standbys(self) -> coordinator_pb2.Standbys:
+        return coordinator_pb2.Standbys(
+            standbys=[
+                coordinator_pb2.Standby(admission=s.admission, session=s.session)
+                for s in self.state.standbys.values()
+                if s.log_id != self.terms.log_id
+            ]
+        )
 
     def dismiss(self, peer_id: PeerId) -> bool:
         session = self.sessions.get(peer_id)
@@ -361,7 +459,9 @@ class Conductor:
             if self._log.blocked:
                 return  # what was decided is written first
             before = now
-            if self.phase is Phase.BETWEEN:
+            if self.phase is Phase.CLAIMING:
+                self._claim_term()
+            elif self.phase is Phase.BETWEEN:
                 self._advance_between()
             elif self.phase is not Phase.ENDED:
                 self._between.let_go()
@@ -374,6 +474,36 @@ class Conductor:
             live=[s.incarnation for s in self.sessions.values()],
             num_microbatches=self.run.spec.batch.microbatches,
         )
+
+    def _claim_term(self) -> None:
+        if self.stopping:
+            self._depart(f"stopped before it led: {self.waiting_for}")
+        elif self.terms.try_to_lead(self.sessions):
+            self._runner.phase = Phase.BETWEEN
+            self._assignments.expect_holders()
+            self._log.wait("")
+            self._log.say("leads", f"this coordinator leads in term {self.terms.term}")
+        else:
+            self._log.wait(self.terms.claim_obstacle(self.sessions))
+
+    def _outranked(self, error: TermError) -> None:
+        """Another coordinator leads: record nothing more, and let the nodes look for it."""
+        if self.deposed is None and not self.ended:
+            self.deposed, self.failed = error, str(error)
+            self._depart(str(error))
+            self._log.say("deposed", str(error))
+
+    def withdraw(self, reason: str) -> None:
+        """Give the claim up: another coordinator leads, or is back to lead."""
+        if not self.terms.leads and not self.ended:
+            self._depart(reason)
+
+    def _depart(self, reason: str) -> None:
+        """End without a word to the nodes: they have work elsewhere."""
+        self._runner.phase = Phase.ENDED
+        self._log.wait(reason)
+        for session in self.sessions.values():
+            session.outbox.put_nowait(None)
 
     def _advance_between(self) -> None:
         if len(self.state.records) > MAX_STEPS + 4 * WORTHWHILE_STEPS:

@@ -8,23 +8,31 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from shoal.coordinator.check import check_boundary
 from shoal.coordinator.conductor import Conductor
+from shoal.coordinator.log_identity import log_identity
+from shoal.coordinator.rivals import discovered, find_leader, led_elsewhere, require_own_log
 from shoal.coordinator.run_folder import Live, Progress, open_run, read_previous, remove_live
 from shoal.coordinator.serving import Coordinator, LaunchConfig
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.state import replay
 from shoal.coordinator.store import SqliteEventStore
+from shoal.coordinator.terms import Claim
 from shoal.protocol.atomic_file import remove_leftovers
+from shoal.protocol.authority import Authority
 from shoal.protocol.discovery import Discovery
-from shoal.protocol.errors import CapacityError, ShoalError
+from shoal.protocol.errors import CapacityError, ShoalError, TermError
 from shoal.protocol.fault_injector import faults_from
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import ResolvedRun, RunSpec
 from shoal.protocol.terminal import STOP_SIGNALS, Terminal, quit_now
 
 log = logging.getLogger(__name__)
+
+_CLAIM_AGAIN_S = 1.0
 
 
 def launch(
@@ -46,11 +54,7 @@ def launch(
         try:
             # In the main thread, where a signal interrupts it.
             run = open_run(spec, config.folder, progress)
-            conductor = Conductor(
-                run, store, SnapshotStore(config.folder, run), faults=faults_from(config.faults)
-            )
-            asyncio.run(_serve(conductor, config, discovery, previous, terminal))
-            return conductor
+            return asyncio.run(_serve(run, store, config, discovery, previous, terminal))
         finally:
             remove_live(os.getpid())
             if discovery is not None:
@@ -79,20 +83,59 @@ def check_ports(config: LaunchConfig) -> None:
 
 
 async def _serve(
-    conductor: Conductor,
+    run: ResolvedRun,
+    store: SqliteEventStore,
     config: LaunchConfig,
     early: "EarlyDiscovery | None",
     previous: Live | None,
     terminal: Terminal,
-) -> None:
+) -> Conductor:
+    discovery = await early.get() if early is not None else None
+    folder = config.folder
+    authority = Authority.load_or_create(folder / "keys")
+    claim = Claim(log_identity(folder), forced=config.force_term, authority=authority)
+    state = replay((event.kind, event.payload) for event in store.read())
+
+    async def require_no_leader() -> None:
+        """Raises `TermError` naming the coordinator that leads."""
+        places = [previous.admission] if previous is not None else []
+        places += [standby.admission for standby in state.standbys.values()]
+        if state.term and not (state.is_alone and claim.log_id == state.council.log_id):
+            places += await discovered(discovery, run.run_id, authority.fingerprint)
+        rival = await find_leader(
+            places, run.run_id, authority.fingerprint, own_log_id=claim.log_id
+        )
+        if rival is not None:
+            raise led_elsewhere(rival, run.run_id, folder)
+
+    await require_no_leader()
+    if not config.force_term:
+        require_own_log(state, claim.log_id, folder)
+    conductor: Conductor | None = None
+
     def stop() -> None:
         terminal.line("stopping after this step; Ctrl-C again quits at once")
-        conductor.stop()
+        if conductor is not None:
+            conductor.stop()
 
     signals = Signals(stop)
-    discovery = await early.get() if early is not None else None
-    coordinator = Coordinator(conductor, config, discovery, previous, terminal)
-    await coordinator.serve(signals.any)
+    while True:
+        snapshots, faults = SnapshotStore(folder, run), faults_from(config.faults)
+        conductor = Conductor(run, store, snapshots, claim, faults=faults)
+        coordinator = Coordinator(conductor, config, discovery, previous, terminal, store)
+        try:
+            await coordinator.serve(signals.any)
+        except TermError as error:
+            # A node has promised itself elsewhere. If nobody leads there, claim a higher term.
+            await require_no_leader()
+            if signals.any.is_set():
+                raise
+            terminal.line(f"{error}; nobody leads there, so this one claims the next term")
+            claim = replace(claim, least_term=error.term + 1)
+            previous = read_previous(folder)
+            await asyncio.sleep(_CLAIM_AGAIN_S)
+        else:
+            return conductor
 
 
 class Signals:
@@ -118,8 +161,11 @@ class EarlyDiscovery:
     """Discovery that starts on a thread of its own: it imports for seconds, while the run's data
     is prepared."""
 
-    def __init__(self, config: LaunchConfig, previous: Live | None) -> None:
+    def __init__(
+        self, config: LaunchConfig, previous: Live | None, bootstrap: Sequence[str] = ()
+    ) -> None:
         self._future: Future[Discovery | None] = Future()
+        self._bootstrap = bootstrap
         threading.Thread(
             target=self._start, args=(config, previous), name="early-discovery", daemon=True
         ).start()
@@ -136,12 +182,16 @@ class EarlyDiscovery:
 
     def _start(self, config: LaunchConfig, previous: Live | None) -> None:
         try:
-            self._future.set_result(asyncio.run(_start_discovery(config, previous)))
+            self._future.set_result(
+                asyncio.run(_start_discovery(config, previous, self._bootstrap))
+            )
         except BaseException as error:
             self._future.set_exception(error)
 
 
-async def _start_discovery(config: LaunchConfig, previous: Live | None) -> Discovery | None:
+async def _start_discovery(
+    config: LaunchConfig, previous: Live | None, bootstrap: Sequence[str]
+) -> Discovery | None:
     from shoal.protocol.discovery_dht import DhtDiscovery
 
     # Nodes remember where they have found this peer: the same port keeps that true.
@@ -149,6 +199,7 @@ async def _start_discovery(config: LaunchConfig, previous: Live | None) -> Disco
     for port in (*ports, 0):
         try:
             return await DhtDiscovery.start(
+                bootstrap,
                 listen_host=config.host,
                 listen_port=port,
                 identity_path=config.folder / "keys" / "libp2p.key",

@@ -11,6 +11,7 @@ from shoal.coordinator.replays import Replays
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session, sane
 from shoal.coordinator.step_runner import Phase, StepRunner
+from shoal.coordinator.terms import Leadership
 from shoal.coordinator.workers import Workers
 from shoal.protocol.errors import (
     FencedError,
@@ -36,16 +37,19 @@ class NodeEvents:
         replays: Replays,
         *,
         workers: Workers,
+        terms: Leadership,
     ) -> None:
         self._replays = replays
         self._workers = workers
+        self._terms = terms
         self._log = log
         self._members = members
         self._runner = runner
         self._fault = fault
 
     def handle(self, session: Session, event: coordinator_pb2.NodeEvent) -> None:
-        """Raises `FencedError` for stale events, another `ProtocolError` for impossible ones."""
+        """Raises `TermError` when another coordinator leads, `FencedError` for stale events,
+        another `ProtocolError` for impossible ones."""
         match event.WhichOneof("event"):
             case "heartbeat":
                 session.beat(event.heartbeat)
@@ -69,6 +73,8 @@ class NodeEvents:
             case "replaying":
                 self._members.check_own(session, event.replaying.incarnation)
                 self._replays.progressed(session, event.replaying)
+            case "promise":
+                self._terms.hear(session.peer_id, event.promise)
             case unexpected:
                 raise MalformedFrameError(f"unexpected event {unexpected}")
 
@@ -106,7 +112,12 @@ class NodeEvents:
         self._replays.finished(session)
         if has_sums and assigned == state.step and self._runner.phase is Phase.BETWEEN:
             session.owed_commit = True
-            session.send(commit=commands.commit(state.records[state.step], stage))
+            record = state.records[state.step]
+            session.send(
+                commit=commands.commit(
+                    record, stage, self._terms.seal(record), term=self._terms.term
+                )
+            )
         self._log.say("ready", f"{session.name} holds stage {stage} at step {ready.step}")
 
     def _bad_state(self, session: Session, what: str) -> None:
@@ -135,6 +146,7 @@ class NodeEvents:
         session.step, session.weights_digest = step, applied.weights_digest
         session.owed_commit = False
         self._runner.watch.applied(session, self._log.clock())
+        self._terms.applied(session.peer_id, step)
         self._runner.progressed()
 
     # ---- the step ------------------------------------------------------------------------
@@ -185,6 +197,8 @@ class NodeEvents:
             raise FencedError(f"prepared step {prepared.step}, attempt {prepared.attempt}")
         if any(norm < 0 for norm in prepared.squared_norms):
             raise MalformedFrameError("a squared norm is negative")
+        if prepared.term != self._terms.term:
+            raise FencedError(f"prepared in term {prepared.term}; this is {self._terms.term}")
         if not all(math.isfinite(norm) for norm in prepared.squared_norms):
             self._on_bad_sums(session, prepared)
             return

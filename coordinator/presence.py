@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.coordinator import standby_link
 from shoal.coordinator.run_folder import Live, write_file, write_live
-from shoal.protocol.authority import Authority
+from shoal.protocol.authority import Authority, TokenRole
 from shoal.protocol.discovery import (
     DISCOVERY_CAPABILITY,
     SESSION_CAPABILITY,
@@ -82,6 +83,7 @@ class Presence:
             folder=str(self._folder.absolute()),
         )
         write_live(self._folder, live)
+        standby_link.write(self._folder, self.link("standby"))
         if self._link_file is not None:
             write_file(self._link_file, live.link.encode() + b"\n")
 
@@ -91,13 +93,14 @@ class Presence:
         found = dict.fromkeys([*own[:1], *self._node_peers, *self._said_by_nodes()])
         return [address for address in found if address][:_MAX_PEERS]
 
-    def link(self) -> JoinLink:
+    def link(self, role: TokenRole = "join") -> JoinLink:
+        """A fresh link. A standby's carries a token of its own kind: write it to nowhere else."""
         expires_s = int(time.time()) + LINK_LIFETIME_S
         return JoinLink(
             addresses=(self.at.admission,),
             run_id=self._run_id,
             fingerprint=self._authority.fingerprint,
-            token=self._authority.issue_token(self._run_id, expires_s),
+            token=self._authority.issue_token(self._run_id, expires_s, role),
             expires_s=expires_s,
             discovery=tuple(self.discovery_addresses()[:_LINK_PEERS]),
         )

@@ -16,6 +16,7 @@ from shoal.coordinator.dashboard.views import (
     RunView,
     SpecSummary,
     StageView,
+    StandbyView,
     StepPoint,
     thin_history,
 )
@@ -184,10 +185,30 @@ class ConductorView:
             replay_bytes=state.recovered.replay_bytes,
             rollbacks=state.recovered.rollbacks,
             rollback_seconds=state.recovered.rollback_seconds,
+            term=conductor.terms.term,
+            leads=conductor.terms.leads and conductor.deposed is None,
+            standbys=self._standbys(),
             weights_digest=state.weights_sha256,
             snapshot_step=state.snapshot_step or None,
             join_link=None if conductor.ended else self._make_link(),
         )
+
+    def _standbys(self) -> list[StandbyView]:
+        conductor = self._conductor
+        views = []
+        for log_id, standby in conductor.state.standbys.items():
+            if log_id == conductor.terms.log_id:
+                continue
+            follower = conductor.followers.get(log_id)
+            behind = conductor.last_sequence - follower.sequence if follower is not None else 0
+            views.append(
+                StandbyView(
+                    address=standby.session,
+                    connected=follower is not None,
+                    events_behind=max(0, behind),
+                )
+            )
+        return views
 
     def _state(self) -> RunState:
         conductor = self._conductor

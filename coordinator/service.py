@@ -18,6 +18,7 @@ import grpc
 from shoal.coordinator import sessions
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.data.shards import ShardStore
+from shoal.coordinator.follow import FollowDesk
 from shoal.protocol import state_chunks
 from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
@@ -29,9 +30,10 @@ from shoal.protocol.errors import (
     ShoalError,
     StorageError,
     UnknownPeerError,
+    UnreachableError,
 )
 from shoal.protocol.identity import verify_join_request
-from shoal.protocol.ids import display_name
+from shoal.protocol.ids import PeerId, display_name
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
 from shoal.protocol.rpc import DEADLINE_S, abort_with, peer_id_from_context
 from shoal.protocol.state_file import chunks
@@ -39,6 +41,9 @@ from shoal.protocol.state_file import chunks
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
+KNOCK_S = 10.0
+"""How long a node waits here for enough others to come, before it looks elsewhere."""
+
 _MAX_EVENT_BYTES = 1 << 20
 _JOINS_PER_MINUTE = 600
 
@@ -56,7 +61,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         session_address: Callable[[], str],
         discovery_addresses: Callable[[], list[str]],
         leaf_lifetime_s: float = LEAF_LIFETIME_S,
+        follow: FollowDesk | None = None,
     ) -> None:
+        self._follow = follow
         self._conductor = conductor
         self._authority = authority
         self._shards = ShardStore(run_folder)
@@ -116,6 +123,31 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         except ShoalError as error:
             await abort_with(context, error)
 
+    async def Leader(
+        self, request: coordinator_pb2.LeaderRequest, context: Context
+    ) -> coordinator_pb2.LeaderReply:
+        conductor, terms = self._conductor, self._conductor.terms
+        return coordinator_pb2.LeaderReply(
+            run_id=conductor.run.run_id,
+            term=terms.term,
+            coordinator_id=terms.log_id,
+            leads=terms.leads and conductor.deposed is None,
+            step=conductor.state.step,
+            session_address=self._session_address(),
+        )
+
+    async def Follow(
+        self, request: coordinator_pb2.FollowRequest, context: Context
+    ) -> AsyncIterator[coordinator_pb2.FollowEvent]:
+        try:
+            if self._follow is None:
+                raise CapacityError("this coordinator has no standbys")
+            async for event in self._follow.follow(request):
+                yield event
+        except ShoalError as error:
+            log.warning("a standby is refused: %s", error)
+            await abort_with(context, error)
+
     # ---- sessions ------------------------------------------------------------------------
 
     # Writes itself instead of yielding: so a session can end while a command waits to be read.
@@ -128,9 +160,37 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             first = await _first(events)
             if first is None or not first.HasField("hello"):
                 raise MalformedFrameError("a session begins with Hello")
-            if len(self._conductor.sessions) >= MAX_SESSIONS:
+            if self._conductor.terms.num_here >= MAX_SESSIONS:
                 raise CapacityError(f"the run has {MAX_SESSIONS} nodes already")
-            session = self._conductor.attach(peer_id, first.hello)
+            self._conductor.greet(peer_id, first.hello)
+        except ShoalError as error:
+            await abort_with(context, error)
+            return
+        try:
+            await self._attended(peer_id, first.hello, events, context)
+        finally:
+            self._conductor.terms.went(peer_id)
+
+    async def _attended(
+        self,
+        peer_id: PeerId,
+        hello: coordinator_pb2.Hello,
+        events: AsyncIterator[coordinator_pb2.NodeEvent],
+        context: Context,
+    ) -> None:
+        """From Lead to the session's end."""
+        terms = self._conductor.terms
+        try:
+            async with asyncio.timeout(KNOCK_S):
+                await terms.is_worth_a_promise.wait()
+            await context.write(coordinator_pb2.Command(lead=terms.lead()))
+            async with asyncio.timeout(DEADLINE_S):
+                promise = await _promise(events)
+            session = self._conductor.attach(peer_id, hello, promise)
+        except TimeoutError:
+            waits = self._conductor.waiting_for or "the node doesn't answer"
+            await abort_with(context, UnreachableError(f"no session: {waits}"))
+            return
         except ShoalError as error:
             await abort_with(context, error)
             return
@@ -268,6 +328,18 @@ async def _first(messages: AsyncIterator[M]) -> M | None:
             return await anext(messages, None)
     except TimeoutError:
         raise MalformedFrameError(f"the call sent nothing within {DEADLINE_S:.0f} s") from None
+
+
+async def _promise(
+    events: AsyncIterator[coordinator_pb2.NodeEvent],
+) -> coordinator_pb2.Promise:
+    """The answer to Lead. Raises `MalformedFrameError`."""
+    async for event in events:
+        if event.HasField("promise"):
+            return event.promise
+        if not event.HasField("heartbeat"):
+            break
+    raise MalformedFrameError("a session's second event is Promise")
 
 
 async def _read_chunks(path: Path) -> AsyncIterator[peer_pb2.StateChunk]:

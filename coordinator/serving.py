@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import shlex
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ import grpc
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.app import create_app
 from shoal.coordinator.dashboard.server import serve
+from shoal.coordinator.follow import FollowDesk
 from shoal.coordinator.presence import Addresses, Presence
 from shoal.coordinator.probe import watch_missing
 from shoal.coordinator.run_folder import Live, operator_token
 from shoal.coordinator.run_view import ConductorView, tokens_per_s
 from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.standby_link import LINK_FILE
+from shoal.coordinator.store import SqliteEventStore
 from shoal.coordinator.timeline import Timeline
 from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.discovery import Discovery
@@ -52,6 +56,10 @@ class LaunchConfig:
     allowed_hosts: tuple[str, ...] = ()
     faults: Path | None = None
     """Faults on order, for tests (protocol/faults.py)."""
+    force_term: bool = False
+    """Lead without asking: the operator knows that no other coordinator of the run lives."""
+    takeover_s: float = 10.0
+    """How long the leader may be out of reach before a standby takes over."""
     leaf_lifetime_s: float = LEAF_LIFETIME_S
     """Of nodes' and coordinator's certificates, which are renewed after a third of it."""
 
@@ -64,8 +72,10 @@ class Coordinator:
         discovery: Discovery | None,
         previous: Live | None,
         terminal: Terminal,
+        store: SqliteEventStore,
     ) -> None:
         """`previous` is where the last coordinator of this run was."""
+        self._store = store
         self._run = conductor.run
         self._conductor = conductor
         self._config = config
@@ -87,19 +97,23 @@ class Coordinator:
     async def serve(self, stop: asyncio.Event) -> None:
         """Until the run is over; with `keep_running` until `stop` after that.
 
-        Raises `RunFailedError`, and `CapacityError` for a taken port.
+        Raises `RunFailedError`, `CapacityError` for a taken port, and `TermError` when another
+        coordinator leads by now.
         """
         async with TaskScope() as tasks, self._ports(tasks) as addresses:
             self._presence.announce(addresses)
             self._terminal.line(f"dashboard  {addresses.dashboard}")
             self._terminal.line(f"join       shoal join '{self._presence.link()}'")
+            hint = shlex.quote(str(self._config.folder / LINK_FILE))
+            self._terminal.line(f"standby    shoal launch --standby {hint}")
             tasks.spawn(self._tick())
             tasks.spawn(watch_missing(self._conductor))
             tasks.spawn(self._presence.keep_published())
             tasks.spawn(self._report_plainly())
             with self._terminal.live(self.status_line):
                 await self._until_over()
-            if self._config.keep_running and not stop.is_set():
+            leads = self._conductor.terms.leads
+            if self._config.keep_running and leads and not stop.is_set():
                 self._terminal.line("the run is over; Ctrl-C ends the dashboard")
                 await stop.wait()
 
@@ -115,6 +129,13 @@ class Coordinator:
             session_address=lambda: self._presence.at.session,
             discovery_addresses=self._presence.discovery_addresses,
             leaf_lifetime_s=config.leaf_lifetime_s,
+            follow=FollowDesk(
+                self._conductor,
+                self._authority,
+                self._store,
+                folder=config.folder,
+                session_address=lambda: self._presence.at.session,
+            ),
         )
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
         admission, session = self._bind(server, credentials)
@@ -239,6 +260,8 @@ class Coordinator:
             async with asyncio.timeout(_GOODBYE_S):
                 while conductor.sessions:
                     version = await self._view.changed(version)
+        if conductor.deposed is not None:
+            raise conductor.deposed
         if conductor.failed:
             raise RunFailedError(conductor.failed)
 

@@ -13,10 +13,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from shoal.coordinator.boundary_sources import BoundarySources, Rebuilt
+from shoal.coordinator.quorum import Council
 from shoal.coordinator.recovered import Recovered
 from shoal.coordinator.step_scale import ScaleHistory, StepScale
 from shoal.coordinator.timeline import Timeline
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
+
+MAX_STANDBYS = 8
 
 
 class Event(BaseModel):
@@ -81,6 +84,16 @@ class StepCommitted(Event):
     boundary_bytes: int
     reduce_bytes: int
     seconds: float
+    term: int = 0
+    """The term in which it was committed; 0 in logs from before there were terms."""
+    commits: int = 0
+    """Counts records in the order of their commits."""
+    log_id: str = ""
+    """The log in which it was first recorded."""
+    voters: tuple[PeerId, ...] = ()
+    """The nodes that prepared it and lived: they decide who leads from here on."""
+    peers: dict[Incarnation, PeerId] = {}
+    """Of `contributions`."""
 
 
 class StepApplied(Event):
@@ -124,6 +137,25 @@ class Resumed(Event):
     kind: Literal["resumed"] = "resumed"
 
 
+class TermOpened(Event):
+    """A coordinator leads from here on."""
+
+    kind: Literal["term_opened"] = "term_opened"
+    term: int
+    log_id: str
+    forced: bool = False
+    """By the operator, who knows that nobody else leads: this log decides alone until a commit."""
+
+
+class StandbyRegistered(Event):
+    """From the first one on, a majority decides who leads."""
+
+    kind: Literal["standby_registered"] = "standby_registered"
+    log_id: str
+    admission: str
+    session: str
+
+
 class RunFinished(Event):
     kind: Literal["run_finished"] = "run_finished"
     weights_sha256: str
@@ -150,6 +182,8 @@ AnyEvent = (
     | StageReplayed
     | Paused
     | Resumed
+    | TermOpened
+    | StandbyRegistered
     | RunFinished
     | Compacted
 )
@@ -169,6 +203,8 @@ EVENT_KINDS: dict[str, type[Event]] = {
         StageReplayed,
         Paused,
         Resumed,
+        TermOpened,
+        StandbyRegistered,
         RunFinished,
         Compacted,
     )
@@ -186,6 +222,8 @@ DURABLE = (
     StageReplayed,
     Paused,
     Resumed,
+    TermOpened,
+    StandbyRegistered,
     RunFinished,
     Compacted,
 )
@@ -214,6 +252,27 @@ class RunState:
     sources: BoundarySources = field(default_factory=BoundarySources)
     """Whose boundary logs a replay would read."""
     recovered: Recovered = field(default_factory=Recovered)
+    term: int = 0
+    """The newest term that a coordinator of this log, or of the log it follows, led in."""
+    commits: int = 0
+    """Records so far, also of recomputed steps."""
+    last_record: StepCommitted | None = None
+    """The one committed last; `records` keeps the first of each step."""
+    council: Council = field(default_factory=Council)
+    """Who decides about the next commit."""
+    council_before: Council = field(default_factory=Council)
+    """Who decided about the last one, until the step after it has opened."""
+    standbys: dict[str, StandbyRegistered] = field(default_factory=dict)
+    """By log id, the newest last; at most `MAX_STANDBYS`."""
+
+    @property
+    def term_of_last_record(self) -> int:
+        return self.last_record.term if self.last_record is not None else 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody but the coordinator at this log can ever have led."""
+        return not self.standbys
 
 
 _STATE = TypeAdapter(RunState)
@@ -229,7 +288,8 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
                 peers=Timeline.of(state.peers).adding(event.incarnation, event.peer_id),
             )
         case StepOpened():
-            return replace(state, attempt=event.attempt)
+            # It opens once quorums of both councils keep the last record: that one is settled.
+            return replace(state, attempt=event.attempt, council_before=state.council)
         case NumbersBackedOff():
             scale = StepScale(event.loss_scale, event.coarsen)
             return replace(state, scales=state.scales.after_back_off(scale))
@@ -246,8 +306,16 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
                 attempt=0,
                 records=records,
                 scales=_scales_after(event, state),
-                sources=state.sources.with_step(event.step, event.contributions, state.peers),
+                sources=state.sources.with_step(
+                    event.step, event.contributions, _with_peers(state.peers, event.peers)
+                ),
                 recovered=state.recovered.with_step(event.step, event.time_s),
+                term=max(state.term, event.term),
+                commits=event.commits or state.commits + 1,
+                last_record=event,
+                council=Council(frozenset(event.voters), event.log_id),
+                council_before=state.council,
+                peers=_with_peers(state.peers, event.peers),
             )
         case StepApplied():
             digests = Timeline.of(state.weights_digests)
@@ -270,6 +338,13 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             return replace(state, paused=event.reason)
         case Resumed():
             return replace(state, paused=None)
+        case TermOpened():
+            return _opened(event, state)
+        case StandbyRegistered():
+            standbys = {k: v for k, v in state.standbys.items() if k != event.log_id}
+            standbys[event.log_id] = event
+            newest = dict(list(standbys.items())[-MAX_STANDBYS:])
+            return replace(state, standbys=newest)
         case RunFinished():
             return replace(state, weights_sha256=event.weights_sha256)
         case Compacted():
@@ -287,6 +362,28 @@ def _scales_after(event: StepCommitted, state: RunState) -> ScaleHistory:
         exponent=event.scale_exponent,
         tokens_per_step=event.num_tokens,
     )
+
+
+def _with_peers(
+    known: Mapping[int, PeerId], named: Mapping[Incarnation, PeerId]
+) -> Mapping[int, PeerId]:
+    peers = Timeline.of(known)
+    for who in sorted(named.keys() - known.keys()):
+        peers = peers.adding(who, named[who])
+    return peers
+
+
+def _opened(event: TermOpened, state: RunState) -> RunState:
+    opened = replace(
+        state,
+        term=event.term,
+        # Never two incarnations with one number, whoever gave them out in which term.
+        last_incarnation=max(state.last_incarnation, Incarnation((event.term - 1) << 32)),
+    )
+    if not event.forced and state.council.log_id:
+        return opened
+    council = Council(frozenset() if event.forced else state.council.voters, event.log_id)
+    return replace(opened, council=council, council_before=council)
 
 
 def dump(state: RunState) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from shoal.coordinator.numbers_desk import NumbersDesk
 from shoal.coordinator.open_step import OpenStep, num_validation, outvoted, stalled, step_record
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
-from shoal.coordinator.state import StepApplied, StepOpened
+from shoal.coordinator.state import StepApplied, StepCommitted, StepOpened
+from shoal.coordinator.terms import Leadership
 from shoal.coordinator.watch import StepWatch
 from shoal.protocol.errors import RunFailedError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
@@ -34,6 +35,7 @@ _MAX_TIES = 3
 
 
 class Phase(Enum):
+    CLAIMING = "collecting promises"
     BETWEEN = "between steps"
     STEP = "step open"
     APPLYING = "applying"
@@ -42,7 +44,12 @@ class Phase(Enum):
 
 class StepRunner:
     def __init__(
-        self, run: ResolvedRun, log_: RunLog, members: Members, faults: Faults = NO_FAULTS
+        self,
+        run: ResolvedRun,
+        log_: RunLog,
+        members: Members,
+        terms: Leadership,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self.phase = Phase.BETWEEN
         self.opened: OpenStep | None = None
@@ -55,6 +62,7 @@ class StepRunner:
         self.watch = StepWatch(log_.clock())
         self.receipts_taken = 0
         """Of training microbatches, also those that were withdrawn when their node died."""
+        self._terms = terms
         self._ties = 0
         self.numbers = NumbersDesk(log_, members, self, tokens=run.spec.tokens_per_step)
 
@@ -242,10 +250,12 @@ class StepRunner:
                 if session is not None:
                     session.asked(self._log.clock())
                     session.send(reduce=command)
-        if ledger.committable():
-            self._commit(opened)
-        else:
+        if not ledger.committable():
             self._wait(stalled(opened, self._names()))
+        elif obstacle := self._terms.commit_obstacle(self._members.sessions):
+            self._log.wait(obstacle)
+        else:
+            self._commit(opened)
 
     def _settle(self, dissent: Dissent) -> None:
         """Replicas hold different sums: the majority stands; without one the step is redone."""
@@ -279,6 +289,7 @@ class StepRunner:
                 f"{record.sums_digests} instead of {known.sums_digests}; a node computes other "
                 "bits than before (docs/assumptions.md)"
             )
+        record = self._stamped(record)
         self._log.record(record)
         self._faults.reach(Moment.COMMIT_WRITTEN, opened.step)
         self.phase = Phase.APPLYING
@@ -288,8 +299,18 @@ class StepRunner:
         for session in self._members.sessions.values():
             if session.stage is not None and self.participates(session):
                 session.asked(self._log.clock())
-                session.send(commit=commands.commit(record, session.stage))
+                command = commands.commit(
+                    record, session.stage, self._terms.seal(record), term=self._terms.term
+                )
+                session.send(commit=command)
         self._log.changed()
+
+    def _stamped(self, record: StepCommitted) -> StepCommitted:
+        takes_part = [s for s in self._members.sessions.values() if self.participates(s)]
+        stays = [s for s in takes_part if s.farewell is None] or takes_part
+        peers = self._log.state.peers
+        counted = {who: peers[who] for stage in record.contributions for who in stage}
+        return self._terms.stamp(record, [s.peer_id for s in stays], counted)
 
     def _advance_applying(self) -> None:
         late = [s.name for s in self._late()]

@@ -17,7 +17,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +82,7 @@ class EventStore(abc.ABC):
         self._pending: list[StoredEvent] = []
         self._last = 0
         self._closed = False
+        self._watchers: list[Callable[[], None]] = []
 
     @property
     def last_sequence(self) -> int:
@@ -101,6 +102,7 @@ class EventStore(abc.ABC):
             if durable or len(self._pending) >= MAX_PENDING:
                 self._write([*self._pending, record])
                 self._pending.clear()
+                self._written()
             else:
                 self._pending.append(record)
             self._last = record.sequence
@@ -126,6 +128,7 @@ class EventStore(abc.ABC):
             if self._pending:
                 self._write(self._pending)
                 self._pending.clear()
+                self._written()
 
     def read(self, after: int = 0) -> Iterator[Event]:
         """Events with a higher sequence number than `after`, in order, also those not durable.
@@ -153,6 +156,35 @@ class EventStore(abc.ABC):
         with self._lock:
             self.flush()
             self._replace(record, rows, shares or {})
+
+    # ---- copies at standby coordinators --------------------------------------------------
+
+    def durable(self, after: int = 0) -> list[StoredEvent]:
+        """What is on the disk beyond `after`, in order. Raises `StorageError`."""
+        with self._lock:
+            self._check_open()
+            return self._read(after)
+
+    def adopt(self, records: list[StoredEvent]) -> None:
+        """Append events as another log has them, durably. Raises `StorageError` for a gap."""
+        with self._lock:
+            self._check_open()
+            for number, record in enumerate(records, self._last + 1):
+                if record.sequence != number:
+                    raise StorageError(f"event {record.sequence} of the leader's log, not {number}")
+            if records:
+                self._write(records)
+                self._last = records[-1].sequence
+                self._written()
+
+    def watch(self, written: Callable[[], None]) -> Callable[[], None]:
+        """Call `written`, from any thread, whenever more is durable; returns what ends that."""
+        self._watchers.append(written)
+        return lambda: self._watchers.remove(written)
+
+    def _written(self) -> None:
+        for watcher in list(self._watchers):
+            watcher()
 
     def close(self) -> None:
         """Flush and let go; a second call does nothing."""
@@ -320,6 +352,12 @@ class SqliteEventStore(EventStore):
                 self._database.executescript("PRAGMA incremental_vacuum")
                 self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
+    def backup(self, path: Path) -> None:
+        """A consistent copy of the whole file, at `path`. Blocks. Raises `StorageError`."""
+        with _storage_errors(path), contextlib.closing(_read_only(self.path)) as source:
+            with contextlib.closing(sqlite3.connect(path)) as target:
+                source.backup(target)
+
     def _release(self) -> None:
         try:
             with _storage_errors(self.path):
@@ -388,6 +426,13 @@ def read_log_and_history(path: Path, after: int = 0) -> tuple[Iterator[Event], l
         events = _select(database, after)
         rows = list(select_rows(database)) if version == EVENT_LOG_VERSION else []
         return _decode(events), rows
+
+
+def last_sequence(path: Path) -> int:
+    """Of the newest event in a log that nobody writes; 0 when there is none."""
+    with _storage_errors(path), contextlib.closing(_read_only(path)) as database:
+        (last,) = database.execute("SELECT coalesce(max(sequence), 0) FROM events").fetchone()
+    return int(last)
 
 
 def _read_only(path: Path) -> sqlite3.Connection:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import shutil
+import ssl
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from shoal.node.hardware import Device, probe
 from shoal.node.logged_boundaries import LoggedBoundaries
 from shoal.node.pace import Pace
 from shoal.node.peer_service import PeerService
+from shoal.node.promises import Promises
 from shoal.node.session import NodeSession
 from shoal.node.stage_holder import Report, StageHolder
 from shoal.node.state_transfer import StateTransfer
@@ -56,6 +58,7 @@ class NodeDaemon:
         self._finder = Finder(
             self._identity, link, folder=config.folder, host=config.host, enabled=config.discovery
         )
+        self._promises = Promises(config.folder, link.run_id, link.fingerprint)
         self._session: NodeSession | None = None
         self._holder: StageHolder | None = None
         self._num_steps = 0
@@ -167,7 +170,15 @@ class NodeDaemon:
             self._write_record()
 
     async def _join(self) -> Membership:
-        return await join(self._link, self._identity, self._finder.admission_addresses)
+        membership = await join(self._link, self._identity, self._elsewhere)
+        authority = ssl.PEM_cert_to_DER_cert(membership.credentials.authority_pem.decode())
+        self._promises.trust(authority)
+        return membership
+
+    async def _elsewhere(self) -> list[str]:
+        """Admission addresses to try when the link's don't answer."""
+        found = self._promises.admission_addresses
+        return list(dict.fromkeys([*found, *await self._finder.admission_addresses()]))
 
     async def _serve(
         self, membership: Membership, device: Device, scratch: Path, tasks: TaskScope
@@ -225,6 +236,7 @@ class NodeDaemon:
             report=self._report,
             grace_s=config.grace_s,
             faults=self._faults,
+            promises=self._promises,
         )
         await server.start()
         self._report(f"{self.name} joined run {run.run_id}, listening on {address}, {device.name}")

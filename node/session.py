@@ -19,9 +19,17 @@ import psutil
 from shoal.node.admission import Membership
 from shoal.node.finder import Finder
 from shoal.node.hardware import Device
+from shoal.node.promises import Promises
 from shoal.node.stage_holder import Report, StageHolder
 from shoal.node.swarm_view import SwarmView
-from shoal.protocol.errors import AdmissionError, ShoalError, UnreachableError, VersionError
+from shoal.protocol.errors import (
+    AdmissionError,
+    MalformedFrameError,
+    ShoalError,
+    TermError,
+    UnreachableError,
+    VersionError,
+)
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.faults import Moment
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc
@@ -42,6 +50,13 @@ AWAY_LIMIT_S = 10.0
 """How much of its grace a leaving node that holds state waits for a coordinator that is away."""
 
 _LEAVING_RETRY_S = 0.5
+MAX_ADDRESSES = 12
+"""Coordinators that are tried in turn."""
+
+LEAD_S = 15.0
+"""How long a coordinator may let a node wait for its first word."""
+
+_REFUSAL_S = 2.0
 
 Commands = AsyncIterable[coordinator_pb2.Command]
 
@@ -64,6 +79,7 @@ class NodeSession:
         report: Report,
         grace_s: float,
         faults: Faults = NO_FAULTS,
+        promises: Promises,
     ) -> None:
         """`address` is where other nodes reach this one; `rejoin` gets a new certificate through
         the join link, when the old one has expired before it could be renewed."""
@@ -81,6 +97,9 @@ class NodeSession:
         self._away_since_s: float | None = None
         self.handed_over = True
         """Whether everything that was held when the node ended is kept somewhere else."""
+        self._promises = promises
+        self._term = 0  # promised in this session; 0 before Lead
+        self._led = asyncio.Event()
         self._outbox: asyncio.Queue[coordinator_pb2.NodeEvent] = asyncio.Queue()
         self._stub: CoordinatorAsyncStub | None = None
         self._answered = False
@@ -95,6 +114,8 @@ class NodeSession:
         return self._stub
 
     def send(self, event: coordinator_pb2.NodeEvent) -> None:
+        if event.HasField("prepared"):
+            event.prepared.term = self._term
         self._outbox.put_nowait(event)
 
     @property
@@ -131,7 +152,11 @@ class NodeSession:
         try:
             while True:
                 reason = await self._attend_once(addresses[failures % len(addresses)], holder)
-                failures = 1 if self._answered else failures + 1
+                if self._answered:
+                    address = addresses[failures % len(addresses)]
+                    addresses = list(dict.fromkeys([address, *addresses]))
+                    failures = 0
+                failures += 1
                 if self._leaving.is_set() and self._may_leave(holder):
                     return "left while the coordinator was away; it fences this node by itself"
                 self.waiting_for = "the coordinator"
@@ -150,9 +175,12 @@ class NodeSession:
                 except TimeoutError:
                     pass
                 # Beside the retries, not between them: a table without live peers answers slowly.
+                known = self._promises.session_addresses
                 if lookup is not None and lookup.done():
-                    addresses = list(dict.fromkeys([*lookup.result(), *addresses]))[:4]
+                    known = [*lookup.result(), *known]
                     lookup = None
+                # Whoever led last stays the first to be asked.
+                addresses = list(dict.fromkeys([addresses[0], *known, *addresses]))[:MAX_ADDRESSES]
                 lookup = lookup or asyncio.create_task(self._finder.session_addresses())
         except _Dismissed as dismissed:
             return str(dismissed)
@@ -195,13 +223,15 @@ class NodeSession:
         self._swarm.epoch = 0
         # A queue of its own: the broken session's call may still wait for an event, and take it.
         self._outbox = outbox = asyncio.Queue[coordinator_pb2.NodeEvent]()
+        self._term = 0
+        self._led.clear()
         async with membership.credentials.channel(address, membership.coordinator) as channel:
             self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             call = self._stub.Session(_events(self._hello(holder), outbox, self._faults))
             parts = [
-                asyncio.create_task(self._obey_all(call, holder)),
-                asyncio.create_task(self._heartbeat(holder)),
-                asyncio.create_task(self._say_farewell(holder)),
+                asyncio.create_task(self._obey_all(call, holder, address)),
+                asyncio.create_task(self._once_led(lambda: self._heartbeat(holder))),
+                asyncio.create_task(self._once_led(lambda: self._say_farewell(holder))),
             ]
             try:
                 done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -263,11 +293,43 @@ class NodeSession:
 
     # ---- commands ------------------------------------------------------------------------
 
-    async def _obey_all(self, call: Commands, holder: StageHolder) -> None:
-        async for command in call:
-            self._answered = self.handed_over = True
-            self._away_since_s = None
-            await self._obey(command, holder)
+    async def _obey_all(self, call: Commands, holder: StageHolder, address: str) -> None:
+        commands = aiter(call)
+        try:
+            async with asyncio.timeout(LEAD_S):
+                first = await anext(commands)
+        except TimeoutError:
+            raise UnreachableError(f"the coordinator at {address} doesn't lead") from None
+        except StopAsyncIteration:
+            return
+        await self._promise(first, address)
+        self._answered = self.handed_over = True
+        self._away_since_s = None
+        async for command in commands:
+            if command.HasField("lead"):
+                await self._promise(command, address)
+            else:
+                await self._obey(command, holder)
+
+    async def _promise(self, command: coordinator_pb2.Command, address: str) -> None:
+        """Answer a coordinator's Lead. Raises `TermError` when another one was promised to."""
+        if not command.HasField("lead"):
+            raise MalformedFrameError(f"the first command of {address} isn't Lead")
+        promise = await asyncio.to_thread(self._promises.answer, command.lead, address)
+        self.send(coordinator_pb2.NodeEvent(promise=promise))
+        if promise.refused:
+            await asyncio.sleep(_REFUSAL_S)  # it is told why, and ends the session
+            raise TermError(
+                f"the coordinator at {address} claims term {command.lead.term}; "
+                f"this node follows that of term {promise.term}"
+            )
+        self._term = promise.term
+        self._led.set()
+
+    async def _once_led(self, work: Callable[[], Awaitable[None]]) -> None:
+        """A session's second event is Promise; the rest follows."""
+        await self._led.wait()
+        await work()
 
     async def _obey(self, command: coordinator_pb2.Command, holder: StageHolder) -> None:
         kind = command.WhichOneof("command")
@@ -287,7 +349,11 @@ class NodeSession:
             self._report(command.wait.reason)
         elif kind == "truncate":
             holder.boundary_log.truncate(command.truncate.through_step)
+        elif kind == "standbys":
+            await asyncio.to_thread(self._promises.know_standbys, command.standbys)
         elif kind is not None:
+            if kind == "commit":
+                await asyncio.to_thread(self._promises.keep, command.commit)
             if kind == "step_open":
                 self.waiting_for = ""
             await holder.obey(command, kind)

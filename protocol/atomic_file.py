@@ -37,6 +37,10 @@ class AtomicFile:
         except OSError as error:
             raise storage_error(path, error) from error
 
+    def make_private(self) -> None:
+        """For secrets: nobody but the owner may read it, now or under its name."""
+        os.fchmod(self._file.fileno(), 0o600)
+
     def write(self, data: bytes | memoryview) -> None:
         try:
             require_space(self.path)

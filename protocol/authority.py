@@ -15,7 +15,7 @@ import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -46,9 +46,15 @@ _AUTHORITY_OID: Final = x509.ObjectIdentifier("2.25.2347262663149344049273040419
 """Extension of the coordinator's leaf: the DER of the authority. A UUID's OID needs no registry."""
 _MAX_AUTHORITY_BYTES: Final = 4096
 _STATEMENT_DOMAIN: Final = b"shoal authority statement v1\0"
-_TOKEN_DOMAIN: Final = b"shoal admission token v1\0"
+_TOKEN_DOMAINS: Final = {
+    "join": b"shoal admission token v1\0",
+    "standby": b"shoal standby token v1\0",
+}
 _TOKEN_VERSION: Final = b"\x01"
 _SIGNATURE_BYTES: Final = 64
+TokenRole = Literal["join", "standby"]
+"""What a token is good for: one role's never passes as another's."""
+
 _PEER_ID: Final = re.compile(r"[a-z2-7]{26}")
 _NEW_LINK: Final = "ask whoever launched the run for a new link (`shoal launch` prints one)"
 
@@ -156,20 +162,22 @@ class Authority:
         """
         return self._key.sign(_STATEMENT_DOMAIN + data)
 
-    def issue_token(self, run_id: RunId, expires_s: int) -> str:
-        """An admission token, for any number of joiners until `expires_s` (Unix time)."""
+    def issue_token(self, run_id: RunId, expires_s: int, role: TokenRole = "join") -> str:
+        """A token for any number of joiners, or standbys, until `expires_s` (Unix time)."""
         payload = _TOKEN_VERSION + expires_s.to_bytes(8, "big") + run_id.encode()
-        signature = self._key.sign(_TOKEN_DOMAIN + payload)
+        signature = self._key.sign(_TOKEN_DOMAINS[role] + payload)
         return base64.urlsafe_b64encode(payload + signature).decode().rstrip("=")
 
-    def check_token(self, token: str, run_id: RunId, now_s: float) -> None:
+    def check_token(
+        self, token: str, run_id: RunId, now_s: float, role: TokenRole = "join"
+    ) -> None:
         """Returns if the token admits to this run now; otherwise raises `AdmissionError`."""
         try:
             if len(token) > MAX_TOKEN_CHARS:
                 raise ValueError(f"{len(token)} characters")
             raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
             payload, signature = raw[:-_SIGNATURE_BYTES], raw[-_SIGNATURE_BYTES:]
-            self._key.public_key().verify(signature, _TOKEN_DOMAIN + payload)
+            self._key.public_key().verify(signature, _TOKEN_DOMAINS[role] + payload)
             if payload[:1] != _TOKEN_VERSION:
                 raise ValueError("another token version")
             expires_s, token_run_id = int.from_bytes(payload[1:9], "big"), payload[9:].decode()

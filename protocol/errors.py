@@ -156,6 +156,18 @@ class FencedError(ProtocolError):
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class TermError(FencedError):
+    """Another coordinator leads the run, or a node has promised itself to a higher term."""
+
+    exit_code = 11
+
+    def __init__(self, message: str, *, term: int = 0, address: str = "") -> None:
+        """`term` and `address` are the other's, where they are known."""
+        super().__init__(message)
+        self.term = term
+        self.address = address
+
+
 class UnknownPeerError(ProtocolError):
     """A peer whose certificate does not belong to anybody in the plan."""
 

@@ -146,6 +146,15 @@ class StepPoint(_View):
     validation_loss: MaybeNumber = None
 
 
+class StandbyView(_View):
+    """A coordinator that takes over when the leading one is gone."""
+
+    address: Text
+    connected: bool = False
+    events_behind: Count = 0
+    """Logged events that have yet to be sent to it, while it is connected."""
+
+
 class EventLine(_View):
     """Something that happened, in plain words."""
 
@@ -207,6 +216,11 @@ class RunView(_View):
     """Losses after which every stage went back to a snapshot."""
     rollback_seconds: Number = 0.0
     """Until the run was at its old step again."""
+    term: Count = 0
+    """In which the coordinator leads, or claims to."""
+    leads: bool = True
+    """False while it collects promises, and once another coordinator leads."""
+    standbys: list[StandbyView] = []
     weights_digest: Text | None = None
     snapshot_step: Count | None = None
     join_link: str | None = None
@@ -247,6 +261,22 @@ def bounded(view: RunView) -> RunView:
 def public(view: RunView) -> RunView:
     """The view without what only the operator may see."""
     return view if view.join_link is None else view.model_copy(update={"join_link": None})
+
+
+def leadership_line(view: RunView) -> str:
+    """ "term 3 · standby 10.0.0.7:7001 (up to date)"; empty for a run that nobody stands by for."""
+    if view.leads and not view.standbys:
+        return ""
+    parts = [f"term {view.term}" + ("" if view.leads else ", not leading")]
+    for standby in view.standbys:
+        if not standby.connected:
+            state = "away"
+        elif standby.events_behind:
+            state = f"{standby.events_behind} events behind"
+        else:
+            state = "up to date"
+        parts.append(f"standby {standby.address} ({state})")
+    return " · ".join(parts)
 
 
 def update_after(view: RunView, last_step: int) -> RunView:

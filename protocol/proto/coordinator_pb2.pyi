@@ -282,6 +282,7 @@ class NodeEvent(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     PROMOTED_FIELD_NUMBER: _builtins.int
     REPLAYING_FIELD_NUMBER: _builtins.int
+    PROMISE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -304,6 +305,8 @@ class NodeEvent(_message.Message):
     def promoted(self) -> Global___Promoted: ...
     @_builtins.property
     def replaying(self) -> Global___Replaying: ...
+    @_builtins.property
+    def promise(self) -> Global___Promise: ...
     def __init__(
         self,
         *,
@@ -318,12 +321,13 @@ class NodeEvent(_message.Message):
         release: Global___Release | None = ...,
         promoted: Global___Promoted | None = ...,
         replaying: Global___Replaying | None = ...,
+        promise: Global___Promise | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "replaying", b"replaying", "trouble", b"trouble"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promise", b"promise", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "replaying", b"replaying", "trouble", b"trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "replaying", b"replaying", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "event", b"event", "farewell", b"farewell", "heartbeat", b"heartbeat", "hello", b"hello", "prepared", b"prepared", "promise", b"promise", "promoted", b"promoted", "ready", b"ready", "receipt", b"receipt", "release", b"release", "replaying", b"replaying", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "release", "promoted", "replaying"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "receipt", "prepared", "applied", "trouble", "farewell", "release", "promoted", "replaying", "promise"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -624,6 +628,7 @@ class Prepared(_message.Message):
     SUMS_DIGEST_FIELD_NUMBER: _builtins.int
     SQUARED_NORMS_FIELD_NUMBER: _builtins.int
     REDUCE_BYTES_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
@@ -632,6 +637,8 @@ class Prepared(_message.Message):
     """Tree hash of the int64 totals."""
     reduce_bytes: _builtins.int
     """Bytes sent for this reduction."""
+    term: _builtins.int
+    """The term that the node has promised to whom it answers; of another one it doesn't count."""
     @_builtins.property
     def squared_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Squared norm of each tensor's normalised gradient, in the stage's tensor order."""
@@ -646,10 +653,11 @@ class Prepared(_message.Message):
         sums_digest: _builtins.int = ...,
         squared_norms: _abc.Iterable[_builtins.float] | None = ...,
         reduce_bytes: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reduce_bytes", b"reduce_bytes", "round", b"round", "squared_norms", b"squared_norms", "step", b"step", "sums_digest", b"sums_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reduce_bytes", b"reduce_bytes", "round", b"round", "squared_norms", b"squared_norms", "step", b"step", "sums_digest", b"sums_digest", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,6 +852,81 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
+class Promise(_message.Message):
+    """The answer to Lead. The promise is on the node's disk when it is sent: from then on the node
+    refuses lower terms, and this term to anybody else.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
+    RECORD_TERM_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term promised; when refused the higher one that was promised before."""
+    refused: _builtins.bool
+    coordinator_id: _builtins.str
+    """When refused: to whom `term` was promised, and the session address that it had."""
+    address: _builtins.str
+    commits: _builtins.int
+    """The newest record that it keeps, by number and term; 0 when it keeps none."""
+    record_term: _builtins.int
+    proof: _builtins.bytes
+    """When refused: the Lead.proof of the coordinator that `term` was promised to."""
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignedRecord]:
+        """The records that the node keeps from number Lead.commits on, the oldest first."""
+
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        refused: _builtins.bool = ...,
+        coordinator_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        records: _abc.Iterable[Global___SignedRecord] | None = ...,
+        commits: _builtins.int = ...,
+        record_term: _builtins.int = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "commits", b"commits", "coordinator_id", b"coordinator_id", "proof", b"proof", "record_term", b"record_term", "records", b"records", "refused", b"refused", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Promise: _TypeAlias = Promise  # noqa: Y015
+
+@_typing.final
+class SignedRecord(_message.Message):
+    """A committed step's record (canonical JSON of the logged event) and the authority's signature."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    record: _builtins.bytes
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        record: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedRecord: _TypeAlias = SignedRecord  # noqa: Y015
+
+@_typing.final
 class Command(_message.Message):
     """---- session: coordinator to node --------------------------------------------------------"""
 
@@ -862,6 +945,8 @@ class Command(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     TRUNCATE_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
+    LEAD_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def assign(self) -> Global___Assign: ...
     @_builtins.property
@@ -888,6 +973,10 @@ class Command(_message.Message):
     def truncate(self) -> Global___TruncateLog: ...
     @_builtins.property
     def pull(self) -> Global___Pull: ...
+    @_builtins.property
+    def lead(self) -> Global___Lead: ...
+    @_builtins.property
+    def standbys(self) -> Global___Standbys: ...
     def __init__(
         self,
         *,
@@ -904,16 +993,104 @@ class Command(_message.Message):
         pin: Global___Pin | None = ...,
         truncate: Global___TruncateLog | None = ...,
         pull: Global___Pull | None = ...,
+        lead: Global___Lead | None = ...,
+        standbys: Global___Standbys | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "truncate", b"truncate", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "lead", b"lead", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "standbys", b"standbys", "step_open", b"step_open", "truncate", b"truncate", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "step_open", b"step_open", "truncate", b"truncate", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "command", b"command", "commit", b"commit", "dismiss", b"dismiss", "lead", b"lead", "leases", b"leases", "pin", b"pin", "plan", b"plan", "pull", b"pull", "reduce", b"reduce", "renew", b"renew", "snapshot", b"snapshot", "standbys", b"standbys", "step_open", b"step_open", "truncate", b"truncate", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assign", "plan", "step_open", "leases", "reduce", "commit", "snapshot", "wait", "dismiss", "renew", "pin", "truncate", "pull"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assign", "plan", "step_open", "leases", "reduce", "commit", "snapshot", "wait", "dismiss", "renew", "pin", "truncate", "pull", "lead", "standbys"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
+
+@_typing.final
+class Lead(_message.Message):
+    """The first command of a session, before anything else; answered by Promise. Sent again when the
+    node has yet to keep the newest record.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    coordinator_id: _builtins.str
+    """Which log leads; never two of them in one term."""
+    commits: _builtins.int
+    """Records in the leader's log: the node answers with those that it keeps beyond."""
+    proof: _builtins.bytes
+    """The authority's signature over term and coordinator_id. The node shows it to whom it refuses."""
+    @_builtins.property
+    def record(self) -> Global___SignedRecord:
+        """The newest of them, for the node to keep; empty before the first."""
+
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        coordinator_id: _builtins.str = ...,
+        commits: _builtins.int = ...,
+        record: Global___SignedRecord | None = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "coordinator_id", b"coordinator_id", "proof", b"proof", "record", b"record", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lead: _TypeAlias = Lead  # noqa: Y015
+
+@_typing.final
+class Standbys(_message.Message):
+    """Coordinators that stand by. Nodes look for the run there when the leader is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STANDBYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def standbys(self) -> _containers.RepeatedCompositeFieldContainer[Global___Standby]: ...
+    def __init__(
+        self,
+        *,
+        standbys: _abc.Iterable[Global___Standby] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["standbys", b"standbys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standbys: _TypeAlias = Standbys  # noqa: Y015
+
+@_typing.final
+class Standby(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    admission: _builtins.str
+    """host:port of the two ports that it will open."""
+    session: _builtins.str
+    def __init__(
+        self,
+        *,
+        admission: _builtins.str = ...,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standby: _TypeAlias = Standby  # noqa: Y015
 
 @_typing.final
 class Assign(_message.Message):
@@ -1404,6 +1581,9 @@ class Commit(_message.Message):
     LOSS_SCALE_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SUMS_DIGEST_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
     learning_rate: _builtins.float
@@ -1417,6 +1597,11 @@ class Commit(_message.Message):
     """Tokens in the step: the divisor of the summed gradient."""
     sums_digest: _builtins.int
     """Tree hash of the stage's sums; a node that holds other sums reports Trouble."""
+    record: _builtins.bytes
+    """The whole step's record and the authority's signature. The node keeps them, before it applies."""
+    signature: _builtins.bytes
+    term: _builtins.int
+    """The session's term."""
     def __init__(
         self,
         *,
@@ -1429,10 +1614,13 @@ class Commit(_message.Message):
         loss_scale: _builtins.float = ...,
         num_tokens: _builtins.int = ...,
         sums_digest: _builtins.int = ...,
+        record: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clip_scale", b"clip_scale", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss_scale", b"loss_scale", "num_tokens", b"num_tokens", "scale_exponent", b"scale_exponent", "step", b"step", "sums_digest", b"sums_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clip_scale", b"clip_scale", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss_scale", b"loss_scale", "num_tokens", b"num_tokens", "record", b"record", "scale_exponent", b"scale_exponent", "signature", b"signature", "step", b"step", "sums_digest", b"sums_digest", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1612,3 +1800,311 @@ class SnapshotReceipt(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotReceipt: _TypeAlias = SnapshotReceipt  # noqa: Y015
+
+@_typing.final
+class LeaderRequest(_message.Message):
+    """---- who leads, and standbys -------------------------------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaderRequest: _TypeAlias = LeaderRequest  # noqa: Y015
+
+@_typing.final
+class LeaderReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SESSION_ADDRESS_FIELD_NUMBER: _builtins.int
+    DASHBOARD_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    term: _builtins.int
+    coordinator_id: _builtins.str
+    leads: _builtins.bool
+    """False while it collects promises."""
+    step: _builtins.int
+    session_address: _builtins.str
+    dashboard: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        coordinator_id: _builtins.str = ...,
+        leads: _builtins.bool = ...,
+        step: _builtins.int = ...,
+        session_address: _builtins.str = ...,
+        dashboard: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "dashboard", b"dashboard", "leads", b"leads", "run_id", b"run_id", "session_address", b"session_address", "step", b"step", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaderReply: _TypeAlias = LeaderReply  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    STANDBY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    LAST_DIGEST_FIELD_NUMBER: _builtins.int
+    HAS_FILES_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """shoal.version.PROTOCOL_VERSION; must be equal."""
+    release: _builtins.str
+    run_id: _builtins.str
+    token: _builtins.str
+    """A standby link's token, or one that the standby has signed with the authority's key."""
+    standby_id: _builtins.str
+    """Which log this is (Lead.coordinator_id)."""
+    last_sequence: _builtins.int
+    """Its newest event and the SHA-256 of it; the log goes on after it if it is the leader's too."""
+    last_digest: _builtins.bytes
+    has_files: _builtins.bool
+    """Whether it has the run's files."""
+    @_builtins.property
+    def addresses(self) -> Global___Standby:
+        """host:port of the ports that it opens when it takes over."""
+
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps of its complete snapshots, for display."""
+
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        release: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        token: _builtins.str = ...,
+        standby_id: _builtins.str = ...,
+        addresses: Global___Standby | None = ...,
+        last_sequence: _builtins.int = ...,
+        last_digest: _builtins.bytes = ...,
+        has_files: _builtins.bool = ...,
+        snapshots: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "has_files", b"has_files", "last_digest", b"last_digest", "last_sequence", b"last_sequence", "protocol_version", b"protocol_version", "release", b"release", "run_id", b"run_id", "snapshots", b"snapshots", "standby_id", b"standby_id", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class FollowEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___FollowBegin: ...
+    @_builtins.property
+    def file(self) -> Global___RunFile: ...
+    @_builtins.property
+    def log(self) -> Global___LogEvents: ...
+    @_builtins.property
+    def beat(self) -> Global___FollowBeat: ...
+    @_builtins.property
+    def end(self) -> Global___FollowEnd: ...
+    def __init__(
+        self,
+        *,
+        begin: Global___FollowBegin | None = ...,
+        file: Global___RunFile | None = ...,
+        log: Global___LogEvents | None = ...,
+        beat: Global___FollowBeat | None = ...,
+        end: Global___FollowEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "begin", b"begin", "end", b"end", "event", b"event", "file", b"file", "log", b"log"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "begin", b"begin", "end", b"end", "event", b"event", "file", b"file", "log", b"log"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["begin", "file", "log", "beat", "end"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___FollowEvent: _TypeAlias = FollowEvent  # noqa: Y015
+
+@_typing.final
+class FollowBegin(_message.Message):
+    """The log from its beginning (`anew`: what the standby has is dropped), or on from where it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    ANEW_FIELD_NUMBER: _builtins.int
+    SESSION_ADDRESS_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    coordinator_id: _builtins.str
+    anew: _builtins.bool
+    session_address: _builtins.str
+    """Where snapshots and shards are fetched, with a leaf that the standby issues to itself."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        coordinator_id: _builtins.str = ...,
+        anew: _builtins.bool = ...,
+        session_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anew", b"anew", "coordinator_id", b"coordinator_id", "session_address", b"session_address", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowBegin: _TypeAlias = FollowBegin  # noqa: Y015
+
+@_typing.final
+class RunFile(_message.Message):
+    """A file of the run folder, in pieces of at most 1 MiB. Only names of a fixed list are taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    content: _builtins.bytes
+    last: _builtins.bool
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "last", b"last", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunFile: _TypeAlias = RunFile  # noqa: Y015
+
+@_typing.final
+class LogEvents(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___LogEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogEvents: _TypeAlias = LogEvents  # noqa: Y015
+
+@_typing.final
+class LogEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    kind: _builtins.str
+    payload: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        payload: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "payload", b"payload", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogEvent: _TypeAlias = LogEvent  # noqa: Y015
+
+@_typing.final
+class FollowBeat(_message.Message):
+    """Every second: how far the leader is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    last_sequence: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps with a complete snapshot, ascending."""
+
+    def __init__(
+        self,
+        *,
+        last_sequence: _builtins.int = ...,
+        step: _builtins.int = ...,
+        snapshots: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_sequence", b"last_sequence", "snapshots", b"snapshots", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowBeat: _TypeAlias = FollowBeat  # noqa: Y015
+
+@_typing.final
+class FollowEnd(_message.Message):
+    """The leader ends on purpose: nobody is to take over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowEnd: _TypeAlias = FollowEnd  # noqa: Y015

@@ -70,6 +70,16 @@ class CoordinatorStub:
                 request_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.SnapshotChunk.SerializeToString,
                 response_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.SnapshotReceipt.FromString,
                 _registered_method=True)
+        self.Leader = channel.unary_unary(
+                '/shoal.v1.Coordinator/Leader',
+                request_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.LeaderRequest.SerializeToString,
+                response_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.LeaderReply.FromString,
+                _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/shoal.v1.Coordinator/Follow',
+                request_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.FollowRequest.SerializeToString,
+                response_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.FollowEvent.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -125,6 +135,21 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leader(self, request, context):
+        """Who leads the run, as this coordinator knows it. On either port; needs no certificate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request, context):
+        """For a standby coordinator, on the admission port: everything that it needs to take the run
+        over, then every durable event as it is written. The stream lasts until one side ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +187,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.StoreSnapshot,
                     request_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.SnapshotChunk.FromString,
                     response_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.SnapshotReceipt.SerializeToString,
+            ),
+            'Leader': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leader,
+                    request_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.LeaderRequest.FromString,
+                    response_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.LeaderReply.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.FollowRequest.FromString,
+                    response_serializer=shoal_dot_protocol_dot_proto_dot_coordinator__pb2.FollowEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +388,60 @@ class Coordinator:
             '/shoal.v1.Coordinator/StoreSnapshot',
             shoal_dot_protocol_dot_proto_dot_coordinator__pb2.SnapshotChunk.SerializeToString,
             shoal_dot_protocol_dot_proto_dot_coordinator__pb2.SnapshotReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Coordinator/Leader',
+            shoal_dot_protocol_dot_proto_dot_coordinator__pb2.LeaderRequest.SerializeToString,
+            shoal_dot_protocol_dot_proto_dot_coordinator__pb2.LeaderReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shoal.v1.Coordinator/Follow',
+            shoal_dot_protocol_dot_proto_dot_coordinator__pb2.FollowRequest.SerializeToString,
+            shoal_dot_protocol_dot_proto_dot_coordinator__pb2.FollowEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,12 @@ class CoordinatorStub:
     FetchSnapshot: _grpc.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]
     StoreSnapshot: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotChunk, _coordinator_pb2.SnapshotReceipt]
     """A stage snapshot into the coordinator's store. The first message names it."""
+    Leader: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaderRequest, _coordinator_pb2.LeaderReply]
+    """Who leads the run, as this coordinator knows it. On either port; needs no certificate."""
+    Follow: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FollowRequest, _coordinator_pb2.FollowEvent]
+    """For a standby coordinator, on the admission port: everything that it needs to take the run
+    over, then every durable event as it is written. The stream lasts until one side ends.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -74,6 +80,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     FetchSnapshot: _aio.UnaryStreamMultiCallable[_peer_pb2.StateRequest, _peer_pb2.StateChunk]  # type: ignore[assignment]
     StoreSnapshot: _aio.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotChunk, _coordinator_pb2.SnapshotReceipt]  # type: ignore[assignment]
     """A stage snapshot into the coordinator's store. The first message names it."""
+    Leader: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaderRequest, _coordinator_pb2.LeaderReply]  # type: ignore[assignment]
+    """Who leads the run, as this coordinator knows it. On either port; needs no certificate."""
+    Follow: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FollowRequest, _coordinator_pb2.FollowEvent]  # type: ignore[assignment]
+    """For a standby coordinator, on the admission port: everything that it needs to take the run
+    over, then every durable event as it is written. The stream lasts until one side ends.
+    """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -134,5 +146,23 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.SnapshotReceipt, _abc.Awaitable[_coordinator_pb2.SnapshotReceipt]]:
         """A stage snapshot into the coordinator's store. The first message names it."""
+
+    @_abc_1.abstractmethod
+    def Leader(
+        self,
+        request: _coordinator_pb2.LeaderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.LeaderReply, _abc.Awaitable[_coordinator_pb2.LeaderReply]]:
+        """Who leads the run, as this coordinator knows it. On either port; needs no certificate."""
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _coordinator_pb2.FollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.FollowEvent], _abc.AsyncIterator[_coordinator_pb2.FollowEvent]]:
+        """For a standby coordinator, on the admission port: everything that it needs to take the run
+        over, then every durable event as it is written. The stream lasts until one side ends.
+        """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.coordinator.dashboard.views import NodeView, RunView, seconds_left
+from shoal.coordinator.dashboard.views import NodeView, RunView, leadership_line, seconds_left
 from shoal.protocol.errors import ProtocolError, UnreachableError
 
 MAX_VIEW_BYTES = 16 * 2**20
@@ -70,6 +70,8 @@ def render_status(view: RunView) -> RenderableType:
     parts: list[RenderableType] = [_headline(view), _progress(view), _numbers(view)]
     if view.waiting_for:
         parts.append(Text(f"Waiting: {view.waiting_for}", style="bold yellow"))
+    if leadership := leadership_line(view):
+        parts.append(Text(f"Coordinator: {leadership}", style="bright_black"))
     parts.append(Padding(_nodes(view), (1, 0, 0, 0)))
     if view.events:
         log = Table.grid(padding=(0, 2))

@@ -191,6 +191,18 @@ const STANDING = {
   waiting: "Waiting.", paused: "Paused.", draining: "Draining: finishing what is open.", failed: "Failed.",
 };
 
+// Who leads, once somebody else could: the term, and each standby with how far behind it is.
+function leadership(view) {
+  const standbys = view.standbys ?? [];
+  if (view.leads !== false && !standbys.length) return "";
+  const parts = [`term ${view.term}${view.leads === false ? ", not leading" : ""}`];
+  for (const one of standbys) {
+    const state = !one.connected ? "away" : one.events_behind ? `${format.plural(one.events_behind, "event")} behind` : "up to date";
+    parts.push(`standby ${one.address} (${state})`);
+  }
+  return parts.join(" · ");
+}
+
 function renderWords(view) {
   const spec = view.spec_summary;
   document.title = `${view.name} ${view.step}/${view.total_steps} · Shoal`;
@@ -206,7 +218,8 @@ function renderWords(view) {
   put(banner, text);
   banner.hidden = !text;
   banner.classList.toggle("bad", view.state === "failed");
-  put(at("foot"), `Run ${view.run_id}` + (view.snapshot_step === null ? "" : ` · snapshot at step ${view.snapshot_step}`));
+  put(at("foot"), [`Run ${view.run_id}`,
+    view.snapshot_step === null ? "" : `snapshot at step ${view.snapshot_step}`, leadership(view)].filter(Boolean).join(" · "));
   at("foot").title = view.weights_digest ?? "";
 }
 

@@ -14,14 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.history import InMemoryHistory
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.store import InMemoryEventStore, StoredEvent
+from shoal.coordinator.terms import Claim
+from shoal.node.promises import Promised, Promises
 from shoal.node.step_work import LeaseFacts, Push, StepWork
-from shoal.protocol.errors import StorageError, WrongLeaseError
+from shoal.protocol.authority import Authority
+from shoal.protocol.errors import StorageError, TermError, WrongLeaseError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, MicrobatchId, PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2 as pb
@@ -38,7 +42,11 @@ from shoal.protocol.spec import (
     ShardRef,
     ValidationSpec,
 )
+from shoal.protocol.step_record import SignedRecord
 from shoal.version import PROTOCOL_VERSION
+
+with TemporaryDirectory() as _folder:
+    AUTHORITY = Authority.load_or_create(Path(_folder) / "keys")
 
 TICK_S = 0.2
 MASK = (1 << 62) - 1
@@ -201,6 +209,28 @@ Message = tuple[int, int, str, int, int, int, int]
 """(step, attempt, kind, microbatch or round, value, sender, receiver)."""
 
 
+class MemoryPromises(Promises):
+    """A node's promises, on a disk that is a variable."""
+
+    def __init__(self, run_id: RunId) -> None:
+        super().__init__(Path("/nowhere"), run_id, AUTHORITY.fingerprint)
+        self.trust(AUTHORITY.certificate_der)
+
+    def _write(self, promised: Promised) -> None:
+        self._promised = promised
+
+    def _write_record(self, record: SignedRecord) -> None:
+        self.on_disk = record
+
+    def _read_record(self) -> SignedRecord | None:
+        return getattr(self, "on_disk", None)
+
+    def restarted(self) -> None:
+        """Only what is on the disk is left."""
+        self._records.clear()
+        self.trust(AUTHORITY.certificate_der)
+
+
 class FakeNode:
     """Mirrors what `node/` does with commands."""
 
@@ -208,6 +238,10 @@ class FakeNode:
         self.swarm = swarm
         self.peer_id = peer_id
         self.session: Session | None = None
+        self.conductor: Conductor | None = None  # whom it is attached to, or asks
+        self.greeted: pb.Hello | None = None
+        self.term = 0
+        self.promises = MemoryPromises(swarm.run.run_id)
         self.frozen = False
         self.done: str | None = None  # why it was dismissed for good
         self.left_s = 0.0
@@ -280,13 +314,45 @@ class FakeNode:
                 hello.held.has_prepared, hello.held.prepared_digest = True, self.held_sums[1]
         self.members, self.fenced = {}, set()
         self.events.clear()
+        self.conductor = conductor = self.swarm.conductor_for(self)
+        if conductor is None:
+            self.turn_away()
+            return
         try:
-            self.session = self.swarm.conductor.attach(self.peer_id, hello)
-        except StorageError:
-            self.retry_s = self.swarm.now_s + 1.0
+            conductor.greet(self.peer_id, hello)
+            self.greeted = hello
+            self.promise_and_attach()
+        except (StorageError, TermError):
+            self.turn_away()
+
+    def promise_and_attach(self) -> None:
+        """Answer Lead, once the coordinator asks."""
+        conductor, hello = self.conductor, self.greeted
+        assert conductor is not None
+        assert hello is not None
+        if not conductor.terms.is_worth_a_promise.is_set():
+            return
+        promise = self.answer(conductor.terms.lead())
+        try:
+            self.session = conductor.attach(self.peer_id, hello, promise)
+            self.term = promise.term
+        except (StorageError, TermError):
+            self.turn_away()
             return
         if self.leaving:
             self.say(farewell=pb.Farewell(reason="bedtime"))
+
+    def answer(self, lead: pb.Lead) -> pb.Promise:
+        promise = self.promises.answer(lead, "127.0.0.1:1")
+        self.swarm.on_promise(self, promise)
+        return promise
+
+    def turn_away(self) -> None:
+        """No session came of it; another coordinator may be asked later."""
+        if self.greeted is not None and self.conductor is not None:
+            self.conductor.terms.went(self.peer_id)
+        self.greeted, self.session = None, None
+        self.retry_s = self.swarm.now_s + 1.0
 
     def detach(self) -> None:
         """The session's end is the incarnation's end; the state stays."""
@@ -316,8 +382,11 @@ class FakeNode:
         """The connection breaks; the process lives."""
         session, self.session = self.session, None
         self.detach()
-        if session is not None:
-            self.swarm.conductor.detach(session)
+        if self.greeted is not None and self.conductor is not None:
+            self.greeted = None
+            self.conductor.terms.went(self.peer_id)
+        if session is not None and self.conductor is not None:
+            self.conductor.detach(session)
 
     def kill(self) -> None:
         """The process dies, and its connections with it."""
@@ -356,8 +425,11 @@ class FakeNode:
             found.append(self.obey)
         if self.session is not None and self.events:
             found.append(self.report)
-        if self.session is None and self.done is None and self.swarm.now_s >= self.retry_s:
-            found.append(self.attach)
+        if self.session is None and self.done is None:
+            if self.greeted is None and self.swarm.now_s >= self.retry_s:
+                found.append(self.attach)
+            elif self.greeted is not None and self.is_asked():
+                found.append(self.promise_and_attach)
         if self.copying is not None and self.has_answer(
             self.copying.source, self.copying.step, copied_part(self.copying), self.copying.donors
         ):
@@ -375,12 +447,20 @@ class FakeNode:
         """As the service does it: a command is held back until what it follows from is in the
         log, the session's end is not."""
         queued = list(session.outbox._queue)  # type: ignore[attr-defined]
-        return bool(queued) and (queued[0] is None or self.swarm.conductor.can_announce.is_set())
+        conductor = self.conductor
+        assert conductor is not None
+        return bool(queued) and (queued[0] is None or conductor.can_announce.is_set())
+
+    def is_asked(self) -> bool:
+        return self.conductor is not None and self.conductor.terms.is_worth_a_promise.is_set()
 
     def report(self) -> None:
         event = self.events.popleft()
         assert self.session is not None
-        self.swarm.conductor.receive(self.session, event)
+        assert self.conductor is not None
+        if event.HasField("prepared"):
+            event.prepared.term = self.term
+        self.conductor.receive(self.session, event)
 
     def obey(self) -> None:
         assert self.session is not None
@@ -407,6 +487,8 @@ class FakeNode:
             self.take_parked()
         elif kind == "assign":
             self.begin_copy(command.assign)
+        elif kind == "lead":
+            self.say(promise=self.answer(command.lead))
         elif self.incarnation and self.copying is None:
             if kind == "step_open":
                 self.open(command.step_open)
@@ -629,7 +711,8 @@ class FakeNode:
 
     def upload(self) -> None:
         step, stage, state = self.uploads.pop(0)
-        conductor = self.swarm.conductor
+        conductor = self.conductor
+        assert conductor is not None
         if not conductor.expects_snapshot(self.peer_id, step, stage):
             self.trouble(pb.TROUBLE_KIND_SNAPSHOT, "nobody asked for it")
         elif self.swarm.snapshots.full:
@@ -857,6 +940,8 @@ class FakeNode:
         if self.prepared != (command.step, command.sums_digest):
             self.trouble(pb.TROUBLE_KIND_OWN_FAILURE, f"commit of other sums than {self.prepared}")
             return
+        self.promises.keep(command)
+        self.swarm.on_commit(self, command)
         self.current = self.reduction = self.prepared = None
         self.early = [m for m in self.early if m[0] > command.step]
         self.committed = command.step
@@ -919,8 +1004,19 @@ class FakeSwarm:
 
     def _conduct(self) -> Conductor:
         return Conductor(
-            self.run, self.store, self.snapshots, clock=lambda: self.now_s, faults=self.faults
-        )
+            self.run, self.store, self.snapshots, Claim(authority=AUTHORITY),
+            clock=lambda: self.now_s, faults=self.faults,
+        )  # fmt: skip
+
+    def conductor_for(self, node: FakeNode) -> Conductor | None:
+        """Whom a node without a session asks; None when it reaches nobody."""
+        return self.conductor
+
+    def on_promise(self, node: FakeNode, promise: pb.Promise) -> None:
+        """A node has answered a coordinator."""
+
+    def on_commit(self, node: FakeNode, commit: pb.Commit) -> None:
+        """A node is about to apply a step."""
 
     def join(self) -> FakeNode:
         self._names += 1
@@ -944,7 +1040,7 @@ class FakeSwarm:
         if not lose_soft:
             self.store.flush()
         for node in self.nodes.values():
-            node.session = None
+            node.session = node.greeted = None
             node.detach()
         self.store = InMemoryEventStore(self.disk, history=self.history)
         self.conductor = self._conduct()
@@ -1004,7 +1100,7 @@ class FakeSwarm:
         if self.now_s - self._beaten_s >= self.beat_s:
             self._beaten_s = self.now_s
             for node in self.live:
-                if node.session is not None:
+                if node.session is not None and node.conductor is not None:
                     log = node.log
                     beat = pb.NodeEvent(
                         heartbeat=pb.Heartbeat(
@@ -1013,7 +1109,7 @@ class FakeSwarm:
                             log_oldest_step=min((step for step, _ in log), default=0),
                         )
                     )  # fmt: skip
-                    self.conductor.receive(node.session, beat)
+                    node.conductor.receive(node.session, beat)
         self.conductor.tick()
 
     def pass_time(self, seconds: float) -> None:

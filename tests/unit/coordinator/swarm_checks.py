@@ -2,8 +2,11 @@
 """What tests ask of a fake swarm."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from shoal.coordinator.state import RunState
 from shoal.coordinator.step_runner import Phase
+from shoal.protocol.ids import Incarnation
 from shoal.protocol.scale import coarsened
 
 from .fake_swarm import FakeNode, FakeSwarm, reference
@@ -42,6 +45,11 @@ def in_step(swarm: FakeSwarm, step: int = 2) -> Callable[[], bool]:
         and swarm.conductor.ledger is not None
         and swarm.conductor.ledger.receipts_done() > 2
     )
+
+
+def untermed(state: RunState) -> RunState:
+    """What a coordinator that starts again must find as it was: everything but its term."""
+    return replace(state, term=0, last_incarnation=Incarnation(0))
 
 
 def say_farewell(node: FakeNode) -> None:

@@ -9,7 +9,7 @@ from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 
 from .fake_swarm import FakeSwarm, make_run
-from .swarm_checks import assert_undisturbed, in_step, kinds
+from .swarm_checks import assert_undisturbed, in_step, kinds, untermed
 
 # ---- undisturbed -------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ def test_validation_microbatches_are_counted_where_they_are_due() -> None:
 def test_another_protocol_version_is_turned_away() -> None:
     swarm = FakeSwarm(make_run())
     with pytest.raises(VersionError, match="install the coordinator's release"):
-        swarm.conductor.attach(PeerId("old"), pb.Hello(protocol_version=999))
+        swarm.conductor.greet(PeerId("old"), pb.Hello(protocol_version=999))
     assert not swarm.conductor.sessions
 
 
@@ -105,7 +105,9 @@ def test_a_stopped_run_keeps_a_snapshot_and_goes_on_when_launched_again() -> Non
     before = swarm.conductor.state
     swarm.nodes.clear()
     swarm.restart(lose_soft=False)
-    assert swarm.conductor.state == before
+    after = swarm.conductor.state
+    assert after.term == before.term + 1
+    assert untermed(after) == untermed(before)
     for _ in range(4):
         swarm.join()
     swarm.finish()

@@ -122,7 +122,10 @@ def test_a_node_that_joins_when_the_disk_is_full_is_told_to_come_again() -> None
     swarm.at(0)[0].kill()
     node = swarm.at(1)[0]
     with pytest.raises(StorageError, match="can't write"):
-        swarm.conductor.attach(node.peer_id, pb.Hello(protocol_version=PROTOCOL_VERSION))
+        swarm.conductor.greet(node.peer_id, pb.Hello(protocol_version=PROTOCOL_VERSION))
+    promise = node.answer(swarm.conductor.terms.lead())
+    with pytest.raises(StorageError, match="can't write"):
+        swarm.conductor.attach(node.peer_id, pb.Hello(), promise)
     swarm.store.capacity_bytes = None
     swarm.finish()
     assert_undisturbed(swarm)

@@ -17,7 +17,12 @@ from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.sessions import MAX_OUTBOX, Session
 from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.authority import Authority
-from shoal.protocol.errors import CapacityError, CoordinatorDiskError, StorageError
+from shoal.protocol.errors import (
+    CapacityError,
+    CoordinatorDiskError,
+    MalformedFrameError,
+    StorageError,
+)
 from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.proto import coordinator_pb2_grpc, peer_pb2
@@ -40,8 +45,18 @@ class Books:
             receiver=lambda step, stage: StateReceiver(folder / "incoming", 1000), add=self._add
         )
         self.trouble: Exception | None = None
+        is_worth = asyncio.Event()
+        is_worth.set()
+        self.terms = SimpleNamespace(
+            num_here=0, is_worth_a_promise=is_worth, lead=lambda: pb.Lead(term=3),
+            went=lambda peer_id: None,
+        )  # fmt: skip
 
-    def attach(self, peer_id: PeerId, hello: pb.Hello) -> Session:
+    def greet(self, peer_id: PeerId, hello: pb.Hello) -> None:
+        pass
+
+    def attach(self, peer_id: PeerId, hello: pb.Hello, promise: pb.Promise) -> Session:
+        assert promise.term == 3
         return self.session
 
     def detach(self, session: Session, reason: str = "") -> None:
@@ -84,9 +99,28 @@ async def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await server.stop(None)
 
 
-async def test_commands_arrive_in_order_and_none_ends_the_session(line: Line) -> None:
+async def begin(line: Line) -> Any:
+    """A session until the node has promised."""
     call = line.stub.Session()
     await call.write(pb.NodeEvent(hello=pb.Hello()))
+    lead = await call.read()
+    await call.write(pb.NodeEvent(heartbeat=pb.Heartbeat()))
+    await call.write(pb.NodeEvent(promise=pb.Promise(term=lead.lead.term)))
+    return call
+
+
+async def test_a_session_without_a_promise_is_refused(line: Line) -> None:
+    call = line.stub.Session()
+    await call.write(pb.NodeEvent(hello=pb.Hello()))
+    assert (await call.read()).lead.term == 3
+    await call.write(pb.NodeEvent(ready=pb.Ready()))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(call)
+    assert isinstance(error_from_rpc(caught.value), MalformedFrameError)
+
+
+async def test_commands_arrive_in_order_and_none_ends_the_session(line: Line) -> None:
+    call = await begin(line)
     for reason in ("a", "b"):
         line.books.session.send(wait=pb.Wait(reason=reason))
     line.books.session.outbox.put_nowait(None)
@@ -101,8 +135,7 @@ async def read_all(call: Any) -> None:
 
 
 async def test_a_node_that_reads_no_commands_is_cut_off_and_told_so(line: Line) -> None:
-    call = line.stub.Session()
-    await call.write(pb.NodeEvent(hello=pb.Hello()))
+    call = await begin(line)
     session = line.books.session
     while not session.is_deaf:
         session.send(wait=pb.Wait(reason="x" * 20_000))
@@ -117,8 +150,7 @@ async def test_a_node_that_reads_no_commands_is_cut_off_and_told_so(line: Line) 
 
 async def test_nothing_is_sent_while_the_log_can_not_be_written(line: Line) -> None:
     line.books.can_announce.clear()
-    call = line.stub.Session()
-    await call.write(pb.NodeEvent(hello=pb.Hello()))
+    call = await begin(line)
     line.books.session.send(wait=pb.Wait(reason="not yet"))
     reading = asyncio.ensure_future(call.read())
     await asyncio.wait({reading}, timeout=0.2)

@@ -17,12 +17,13 @@ from shoal.node import certificate, session
 from shoal.node.admission import Membership
 from shoal.node.certificate import keep_renewed, renewal_wait_s
 from shoal.node.hardware import Device
+from shoal.node.promises import Promises
 from shoal.node.session import NodeSession
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import VersionError
 from shoal.protocol.identity import NodeIdentity, TlsKey
-from shoal.protocol.ids import PeerId
+from shoal.protocol.ids import PeerId, RunId
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc
 from shoal.protocol.rpc import (
     Credentials,
@@ -35,6 +36,10 @@ from shoal.protocol.rpc import (
 DEVICE = Device(torch.device("cpu"), "test", 1, 1.0, "fp32", 1)
 Events = AsyncIterable[coordinator_pb2.NodeEvent]
 Script = Callable[[Events, Any], AsyncIterator[coordinator_pb2.Command]]
+
+
+def lead(term: int = 1) -> coordinator_pb2.Command:
+    return coordinator_pb2.Command(lead=coordinator_pb2.Lead(term=term, coordinator_id="log"))
 
 
 def dismiss(reason: str) -> coordinator_pb2.Command:
@@ -76,7 +81,10 @@ class Servicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def Session(self, request_iterator: Events, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         pem = context.auth_context()["x509_pem_cert"][0]
         self.leaves.append(x509.load_pem_x509_certificate(pem).serial_number)
-        async for command in self._scripts.pop(0)(request_iterator, context):
+        script = self._scripts.pop(0)
+        if script.__name__ not in ("refuse", "outdated"):
+            yield lead()
+        async for command in script(request_iterator, context):
             yield command
 
     async def Renew(self, request: coordinator_pb2.RenewRequest, context: Any) -> Any:
@@ -94,6 +102,8 @@ class World:
         self.coordinator = NodeIdentity.load_or_create(folder / "keys")
         self.node = NodeIdentity.load_or_create(folder / "node")
         self.reports: list[str] = []
+        self.promises = Promises(folder / "node", RunId("run-00000000"), self.authority.fingerprint)
+        self.promises.trust(self.authority.certificate_der)
 
     def credentials(self, peer_id: PeerId, key: TlsKey, lifetime_s: float) -> Credentials:
         leaf, _ = self.authority.issue_leaf(key.spki_der, peer_id, lifetime_s, time.time())
@@ -139,6 +149,7 @@ class World:
         return NodeSession(
             membership, device=DEVICE, address="127.0.0.1:7", swarm=SwarmView(), finder=finder,
             bytes_received=lambda: 0, rejoin=rejoin, report=self.reports.append, grace_s=grace_s,
+            promises=self.promises,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from shoal.protocol import errors
-from shoal.protocol.errors import ProtocolError, ShoalError, error_class
+from shoal.protocol.errors import ProtocolError, ShoalError, TermError, error_class
 
 
 def tree(root: type[ShoalError] = ShoalError) -> Iterator[type[ShoalError]]:
@@ -44,4 +44,6 @@ def test_kinds_of_trouble_have_exit_codes_of_their_own() -> None:
 
 
 def test_faults_of_peers_share_one_exit_code() -> None:
-    assert {kind.exit_code for kind in tree(ProtocolError)} == {ProtocolError.exit_code}
+    kinds = {kind for kind in tree(ProtocolError) if kind is not TermError}
+    assert {kind.exit_code for kind in kinds} == {ProtocolError.exit_code}
+    assert TermError.exit_code == 11, "it ends a coordinator; a service manager should know why"

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A standby's run folder: files, log, shards and snapshots, as the leader gives them.
+
+Everything is checked before it has its name, and the log is replaced whole or continued, so that
+the folder is a run folder at every moment once it `is_whole`.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from shoal.coordinator.data.shards import shard_is_intact, shard_path
+from shoal.coordinator.export import read_run
+from shoal.coordinator.follow import CHUNK_BYTES, LOG_FILE, RUN_FILES, event_digest
+from shoal.coordinator.log_identity import log_identity
+from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.state import EVENT_KINDS, RunState, apply, replay
+from shoal.coordinator.store import RunFolderLock, SqliteEventStore, StoredEvent
+from shoal.protocol.atomic_file import TEMPORARY_SUFFIX, AtomicFile, fsync_folder, storage_error
+from shoal.protocol.authority import Authority
+from shoal.protocol.errors import (
+    ConfigError,
+    MalformedFrameError,
+    OversizedStreamError,
+    ShoalError,
+)
+from shoal.protocol.identity import NodeIdentity, TlsKey
+from shoal.protocol.join_link import JoinLink
+from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
+from shoal.protocol.rpc import Credentials, error_from_rpc
+from shoal.protocol.spec import ResolvedRun
+from shoal.protocol.state_file import StateReceiver
+
+if TYPE_CHECKING:
+    from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
+
+log = logging.getLogger(__name__)
+
+KEPT_SNAPSHOTS = 2
+
+_MAX_FILE_BYTES = 64 << 20
+_MAX_LOG_BYTES = 8 << 30
+_TRANSFER_S = 600.0
+_LEAF_S = 3600.0
+
+
+class StandbyCopy:
+    """Use it as a context manager: it holds the folder's lock while it is open."""
+
+    def __init__(self, folder: Path, link: JoinLink) -> None:
+        """Raises `CapacityError` when a coordinator works in the folder, `ConfigError` when it is
+        another run's, `StorageError`."""
+        self.folder = folder
+        self._link = link
+        self.store: SqliteEventStore | None = None
+        self.state = RunState()
+        """What the copied log adds up to."""
+        self._partial: tuple[str, AtomicFile, int] | None = None
+        self._lock: RunFolderLock | None = RunFolderLock(folder)
+        for left in (
+            *folder.glob(f".*{TEMPORARY_SUFFIX}"),
+            *folder.glob(f"keys/.*{TEMPORARY_SUFFIX}"),
+        ):
+            left.unlink(missing_ok=True)  # of a standby that was killed
+        self.log_id = log_identity(folder)
+        if (folder / "run.json").exists() and read_run(folder).run_id != link.run_id:
+            run_id = read_run(folder).run_id
+            self.close()
+            raise ConfigError(
+                f"{folder} holds run {run_id}, the link is for {link.run_id}: give another --folder"
+            )
+        if self.has_files:
+            os.chmod(folder / "keys", 0o700)
+        if self.has_files and (folder / LOG_FILE).exists():
+            self.open_log()
+
+    # ---- facts ---------------------------------------------------------------------------
+
+    @property
+    def has_files(self) -> bool:
+        return all((self.folder / name).is_file() for name in RUN_FILES)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run could be led from here: files, log and every shard of the data."""
+        return self.has_files and self.store is not None and not self.missing_shards()
+
+    @property
+    def run(self) -> ResolvedRun:
+        return read_run(self.folder)
+
+    @property
+    def authority(self) -> Authority:
+        return Authority.load_or_create(self.folder / "keys")
+
+    def token(self) -> str:
+        """The link's, until the standby can sign its own: a link expires, a standby doesn't."""
+        if not self.has_files:
+            return self._link.token
+        expires_s = int(time.time() + _LEAF_S)
+        return self.authority.issue_token(self._link.run_id, expires_s, "standby")
+
+    def newest_event(self) -> tuple[int, bytes]:
+        """Sequence and digest of the log's last event; (0, b"") without one."""
+        if self.store is None or not self.store.last_sequence:
+            return 0, b""
+        (record,) = self.store.durable(self.store.last_sequence - 1)
+        return record.sequence, event_digest(record)
+
+    def missing_shards(self) -> list[bytes]:
+        run = self.run
+        return [
+            bytes.fromhex(ref.sha256)
+            for ref in (*run.data.train, *run.data.validation)
+            if not shard_is_intact(self.folder, ref, run.data.token_bytes)
+        ]
+
+    def snapshots(self) -> list[int]:
+        if not self.has_files:
+            return []
+        return SnapshotStore(self.folder, self.run, read_only=True).complete_steps()
+
+    # ---- files ---------------------------------------------------------------------------
+
+    def take(self, piece: coordinator_pb2.RunFile) -> None:
+        """A piece of a file; the last one puts it in place. Raises `ProtocolError` for a name
+        that is no run file's or for too many bytes, and `StorageError`."""
+        name = piece.name
+        if name not in (*RUN_FILES, LOG_FILE):
+            raise MalformedFrameError(f"no file of a run: {name[:80]!r}")
+        if self._partial is None or self._partial[0] != name:
+            self._discard()
+            self._partial = name, self._incoming(name), 0
+        _, file, size = self._partial
+        size += len(piece.content)
+        limit = _MAX_LOG_BYTES if name == LOG_FILE else _MAX_FILE_BYTES
+        if size > limit or len(piece.content) > CHUNK_BYTES:
+            self._discard()
+            raise OversizedStreamError(f"{name} has over {limit} bytes, or a piece is too large")
+        file.write(piece.content)
+        self._partial = name, file, size
+        if piece.last:
+            self._partial = None
+            self._place(name, file)
+
+    def _incoming(self, name: str) -> AtomicFile:
+        path = self.folder / name
+        if path.parent != self.folder:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = AtomicFile(path)
+        file.make_private()
+        return file
+
+    def _place(self, name: str, file: AtomicFile) -> None:
+        if name == LOG_FILE:
+            self._close_log()
+            for suffix in ("-wal", "-shm"):
+                (self.folder / f"{LOG_FILE}{suffix}").unlink(missing_ok=True)
+        file.commit()
+        if name == LOG_FILE:
+            self.open_log()
+
+    def _discard(self) -> None:
+        if self._partial is not None:
+            self._partial[1].discard()
+            self._partial = None
+
+    # ---- the log -------------------------------------------------------------------------
+
+    def open_log(self) -> None:
+        self._release_lock()  # the store takes it
+        self.store = SqliteEventStore(self.folder / LOG_FILE)
+        self.state = replay((event.kind, event.payload) for event in self.store.read())
+
+    def append(self, events: coordinator_pb2.LogEvents) -> None:
+        """Durably. Raises `StorageError` for a gap."""
+        if self.store is None:
+            raise MalformedFrameError("events of a log whose beginning is missing")
+        records = [StoredEvent(e.sequence, e.kind, e.payload) for e in events.events]
+        self.store.adopt(records)
+        for record in records:
+            event = EVENT_KINDS[record.kind].model_validate_json(record.payload)
+            self.state = apply(event, self.state)  # type: ignore[arg-type]
+
+    # ---- what is fetched -----------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _leader(self, session_address: str) -> "AsyncIterator[CoordinatorAsyncStub]":
+        """With a leaf that the standby issues to itself: it holds the run's keys."""
+        authority = self.authority
+        identity = NodeIdentity.load_or_create(self.folder / "keys")
+        key = TlsKey.generate()
+        leaf, _ = authority.issue_leaf(key.spki_der, identity.peer_id, _LEAF_S, time.time())
+        credentials = Credentials(
+            private_key_pem=key.private_pem, leaf_pem=leaf, authority_pem=authority.certificate_pem
+        )
+        async with credentials.channel(session_address, identity.peer_id) as channel:
+            try:
+                yield coordinator_pb2_grpc.CoordinatorStub(channel)
+            except grpc.aio.AioRpcError as error:
+                raise error_from_rpc(error) from None
+
+    async def fetch_shards(self, session_address: str) -> None:
+        """Those that are missing. Raises `ShoalError`."""
+        run = self.run
+        largest = max(
+            ref.num_tokens * run.data.token_bytes for ref in (*run.data.train, *run.data.validation)
+        )
+        async with self._leader(session_address) as leader:
+            for sha256 in self.missing_shards():
+                path = shard_path(self.folder, sha256.hex())
+                call = leader.FetchShard(
+                    coordinator_pb2.ShardRequest(sha256=sha256), timeout=_TRANSFER_S
+                )
+                incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}.incoming")
+                with StateReceiver(incoming, largest) as receiver:
+                    async for chunk in call:
+                        receiver.feed(chunk)
+                    receiver.finish()
+                _require_digest(incoming, sha256.hex())
+                os.replace(incoming, path)
+                fsync_folder(path.parent)
+
+    async def fetch_snapshot(self, session_address: str, step: int) -> bool:
+        """Every stage's state at `step`; returns whether that is complete now. Raises
+        `ShoalError`."""
+        run = self.run
+        store = SnapshotStore(self.folder, run)
+        complete = step in store.complete_steps()
+        async with self._leader(session_address) as leader:
+            for stage in range(run.spec.pipeline.stages):
+                if complete:
+                    break
+                request = peer_pb2.StateRequest(run_id=run.run_id, stage=stage, step=step)
+                with store.receiver(step, stage) as receiver:
+                    async for chunk in leader.FetchSnapshot(request, timeout=_TRANSFER_S):
+                        receiver.feed(chunk)
+                    path = receiver.finish()
+                    complete = store.add(step, stage, path, sha256=receiver.sha256)
+        if complete:
+            store.prune(keep=KEPT_SNAPSHOTS)
+        return complete
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def _close_log(self) -> None:
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
+
+    def _release_lock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def close(self) -> None:
+        self._discard()
+        self._close_log()
+        self._release_lock()
+
+    def __enter__(self) -> "StandbyCopy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ShoalError):
+            self.close()
+
+
+def _require_digest(path: Path, sha256: str) -> None:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise storage_error(path, error) from error
+    if found != sha256:
+        path.unlink(missing_ok=True)
+        raise MalformedFrameError(f"a shard with SHA-256 {found[:16]}…, asked was {sha256[:16]}…")
