@@ -113,6 +113,9 @@ class NodeEvents:
         if has_sums and assigned == state.step and self._runner.phase is Phase.BETWEEN:
             session.owed_commit = True
             record = state.records[state.step]
+            if state.last_record is not None and state.last_record.step == state.step:
+                record = state.last_record
+                self._terms.told(session.peer_id)
             session.send(
                 commit=commands.commit(
                     record, stage, self._terms.seal(record), term=self._terms.term
@@ -137,6 +140,7 @@ class NodeEvents:
         step = self._log.state.step
         if session.tier != "holder":
             self._workers.on_pulled(session, applied)
+            self._terms.applied(session.peer_id, applied.step)
             self._runner.progressed()
             return
         if applied.step != step or session.step != step - 1:

@@ -303,6 +303,7 @@ class StepRunner:
                     record, session.stage, self._terms.seal(record), term=self._terms.term
                 )
                 session.send(commit=command)
+                self._terms.told(session.peer_id)
         self._log.changed()
 
     def _stamped(self, record: StepCommitted) -> StepCommitted:

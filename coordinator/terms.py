@@ -54,6 +54,7 @@ class Leadership:
         self._willing: Counter[PeerId] = Counter()  # a node's next session may overlap its last
         self._learnt: dict[int, StepCommitted] = {}
         self._kept: set[PeerId] = set()
+        self._told: set[PeerId] = set()  # who was sent the newest record with its commit
         self._reminded: set[PeerId] = set()
         self._sealed: tuple[int, coordinator_pb2.SignedRecord] | None = None
 
@@ -266,6 +267,7 @@ class Leadership:
     ) -> StepCommitted:
         """The record as this term commits it; log it at once."""
         self._kept.clear()
+        self._told.clear()
         self._reminded.clear()
         return record.model_copy(
             update={
@@ -291,9 +293,14 @@ class Leadership:
             self._sealed = record.commits, sealed
         return self._sealed[1]
 
+    def told(self, peer_id: PeerId) -> None:
+        """A node was sent the newest record with a commit."""
+        self._told.add(peer_id)
+
     def applied(self, peer_id: PeerId, step: int) -> None:
-        """A node has applied `step`, and so keeps its record."""
-        if step == self._log.state.step:
+        """A node has applied `step`, or pulled what comes of it: so it keeps the record, if that
+        was sent to it."""
+        if step == self._log.state.step and peer_id in self._told:
             self._kept.add(peer_id)
 
 

@@ -58,6 +58,21 @@ class StandbySwarm(Swarm):
         kind = StepCommitted.model_fields["kind"].default
         return max((e.payload["step"] for e in log if e.kind == kind), default=0)
 
+    async def stood_by(self) -> None:
+        """The standby follows, and has everything that it needs to lead."""
+        await self.see(
+            lambda v: any(s.connected and not s.events_behind for s in v.standbys),
+            "the standby follows",
+        )
+        wanted = {path.name for path in (self.folder / "run" / "shards").glob("*.bin")}
+        await self.wait_until(
+            lambda: (
+                self.copied_step >= 1
+                and wanted == {p.name for p in (self.folder / "standby" / "shards").glob("*.bin")}
+            ),
+            "it has the log and the data",
+        )
+
     async def refused(self, process: Process) -> str:
         """A coordinator that must not start has ended; what it said."""
         process.was_signalled = True  # its exit code is no crash
@@ -71,11 +86,7 @@ async def test_a_standby_leads_when_the_coordinator_is_killed_and_keeps_it_out_a
     async with StandbySwarm(tmp_path, spec(steps=ENDLESS)) as swarm:
         nodes = await swarm.start("n0", "n1", "n2", "n3")
         swarm.start_standby()
-        await swarm.see(
-            lambda v: any(s.connected and not s.events_behind for s in v.standbys),
-            "the standby follows",
-        )
-        await swarm.wait_until(lambda: swarm.copied_step >= 1, "it has the log")
+        await swarm.stood_by()
         await swarm.advance(3)
         swarm.kill(swarm.coordinator)
         before = swarm.last_step
@@ -113,7 +124,7 @@ async def test_a_coordinator_that_comes_back_in_time_is_followed_again(tmp_path:
     async with StandbySwarm(tmp_path, spec(steps=ENDLESS)) as swarm:
         await swarm.start("n0", "n1", "n2", "n3")
         standby = swarm.start_standby()
-        await swarm.see(lambda v: any(s.connected for s in v.standbys), "the standby follows")
+        await swarm.stood_by()
         await swarm.advance(2)
         swarm.kill(swarm.coordinator)
         before = swarm.last_step
@@ -132,8 +143,7 @@ async def test_the_old_coordinator_stands_by_for_the_one_that_replaced_it(tmp_pa
     async with StandbySwarm(tmp_path, spec(steps=ENDLESS)) as swarm:
         await swarm.start("n0", "n1", "n2", "n3")
         swarm.start_standby()
-        await swarm.see(lambda v: any(s.connected for s in v.standbys), "the standby follows")
-        await swarm.wait_until(lambda: swarm.copied_step >= 1, "it has the log")
+        await swarm.stood_by()
         swarm.kill(swarm.coordinator)
         before = swarm.last_step
         swarm.led_by = "standby"
