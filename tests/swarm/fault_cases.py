@@ -127,6 +127,10 @@ PAIR_KINDS = (
 )
 
 
+NUM_PAIRS = 35
+DEFAULT_PAIRS = range(6)
+
+
 def pair(seed: int) -> Case:
     """The pair of faults that this seed draws; kinds take turns."""
     rng, kind = random.Random(seed), PAIR_KINDS[seed % len(PAIR_KINDS)]
