@@ -73,7 +73,7 @@ async def test_nodes_with_notice_leave_in_mid_step_and_change_no_bit(tmp_path: P
         await swarm.advance(3)
         frozen, leaver, step = await stand_still(swarm)
         process = swarm.process_of(leaver)
-        asked = finish(swarm, process, "--grace", "3")
+        asked = finish(swarm, process, "--grace", "6")
         assert await swarm.ended(process) == 0
         assert await swarm.ended(asked) == 0
         assert swarm.last_step < step, "the step was still open"
