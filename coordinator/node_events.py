@@ -139,8 +139,11 @@ class NodeEvents:
         self._members.check_own(session, applied.incarnation)
         step = self._log.state.step
         if session.tier != "holder":
+            # Who took part in the step was told to commit it, and keeps the record.
+            took_part = not session.is_warm and session.step == step - 1
             self._workers.on_pulled(session, applied)
-            self._terms.applied(session.peer_id, applied.step)
+            if took_part:
+                self._terms.applied(session.peer_id, step)
             self._runner.progressed()
             return
         if applied.step != step or session.step != step - 1:

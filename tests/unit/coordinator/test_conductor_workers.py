@@ -82,6 +82,14 @@ def test_a_worker_takes_part_and_becomes_a_holder_when_its_moments_are_there() -
     assert_undisturbed(swarm)
 
 
+def test_a_worker_counts_among_those_that_keep_the_records_of_its_steps() -> None:
+    swarm = run_of(30)
+    joiner = worker(swarm)
+    swarm.run_until(in_step(swarm, swarm.conductor.state.step + 2))
+    assert joiner.peer_id in swarm.conductor.state.council.voters
+    assert joiner.peer_id in swarm.conductor.terms._kept
+
+
 def test_a_holder_that_joined_may_be_the_last_one() -> None:
     swarm = run_of(30, snapshot_every=50)
     joiner = joined(swarm)
