@@ -73,6 +73,11 @@ class StandbySwarm(Swarm):
             "it has the log and the data",
         )
 
+    async def end_with(self, num_nodes: int) -> None:
+        """Stop, once all nodes are back: one that is away would wait for the run to go on."""
+        await self.see(lambda v: len(v.live_nodes) == num_nodes, "all nodes are back")
+        await self.stop_and_check()
+
     async def refused(self, process: Process) -> str:
         """A coordinator that must not start has ended; what it said."""
         process.was_signalled = True  # its exit code is no crash
@@ -100,7 +105,7 @@ async def test_a_standby_leads_when_the_coordinator_is_killed_and_keeps_it_out_a
         words = await swarm.refused(swarm.start_at(tmp_path / "run"))
         assert "is led by the coordinator at" in words
         assert "shoal launch --standby" in words
-        await swarm.stop_and_check()
+        await swarm.end_with(4)
 
 
 async def test_a_coordinator_on_a_copy_of_the_folder_is_kept_out(tmp_path: Path) -> None:
@@ -116,7 +121,7 @@ async def test_a_coordinator_on_a_copy_of_the_folder_is_kept_out(tmp_path: Path)
         assert "--force-term" in words
         swarm.start_coordinator()
         await swarm.advance(2)
-        await swarm.stop_and_check()
+        await swarm.end_with(2)
 
 
 @pytest.mark.full
@@ -133,7 +138,7 @@ async def test_a_coordinator_that_comes_back_in_time_is_followed_again(tmp_path:
         view = await swarm.see(lambda v: any(s.connected for s in v.standbys), "followed again")
         assert view.leads
         assert standby.is_running
-        await swarm.stop_and_check()
+        await swarm.end_with(4)
         assert await swarm.ended(standby) == 0
         assert "nothing to take over" in standby.log.read_text(encoding="utf-8")
 
@@ -160,4 +165,4 @@ async def test_the_old_coordinator_stands_by_for_the_one_that_replaced_it(tmp_pa
         old.name = "coordinator"
         await swarm.committed(before + 3)
         assert not swarm.events(RolledBack)
-        await swarm.stop_and_check()
+        await swarm.end_with(4)
