@@ -319,7 +319,7 @@ async def test_the_second_ctrl_c_quits_at_once(tmp_path: Path) -> None:
         try:
             node.signal(signal.SIGINT)
             await swarm.wait_until(
-                lambda: "leaving: finishing this step" in node.log.read_text(), "it is told"
+                lambda: "leaving: handing over first" in node.log.read_text(), "it is told"
             )
             node.signal(signal.SIGINT)
             assert await swarm.ended(node, 10) == 130

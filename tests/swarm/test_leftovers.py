@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.protocol.errors import HandOverError
+
 from .harness import ENDLESS, GONE_S, Swarm, spec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
@@ -31,7 +33,7 @@ async def test_discovery_helpers_of_killed_and_of_leaving_processes_are_gone(
             assert not alive, f"{victim.name} is dead, its p2pd isn't"
         for node in nodes[1:]:
             node.signal(signal.SIGINT)
-            assert await swarm.ended(node) == 0
+            assert await swarm.ended(node) == HandOverError.exit_code, "nobody was there to take it"
         assert not swarm.survivors()
 
 
