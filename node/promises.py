@@ -227,8 +227,10 @@ class Promises:
                 record=kept.record.encode(), signature=bytes.fromhex(kept.signature)
             )
             return self._open(sealed)
+        except FileNotFoundError:  # it has taken part in no step yet
+            return None
         except (OSError, ValueError, ProtocolError) as error:
-            log.info("no record kept of %s: %s", self._run_id, error)
+            log.warning("no record kept of %s: %s", self._run_id, error)
             return None
 
     def _forget_old_runs(self) -> None:
