@@ -7,14 +7,12 @@ This connects them with the compute thread, the links and the session.
 
 import asyncio
 import logging
-import struct
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 
 from shoal.compression.registry import Boundary
 from shoal.node.apprentice import Apprentice
@@ -22,6 +20,7 @@ from shoal.node.boundary_log import BoundaryLog
 from shoal.node.inbox import BoundaryInbox, BoundaryTensor
 from shoal.node.links import PeerLinks
 from shoal.node.log_file import Sent
+from shoal.node.member_reports import MemberReports, Send
 from shoal.node.reduce import all_reduce
 from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.stage_worker import Computed, StageWorker
@@ -35,7 +34,6 @@ from shoal.protocol.errors import (
     ReduceMismatchError,
     ShoalError,
     TruncatedStreamError,
-    UnreachableError,
     WrongStepError,
 )
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
@@ -57,7 +55,6 @@ _DIRECTIONS = {
 
 _RECEIVED = {"forward": Moment.FORWARD_RECEIVED, "backward": Moment.BACKWARD_RECEIVED}
 
-Send = Callable[[coordinator_pb2.NodeEvent], None]
 Work = StepWork[memoryview, torch.Tensor]
 
 
@@ -94,11 +91,11 @@ class StageMember:
         """Set while this member lacks the optimizer's state, or has not shown that it is right."""
         self._boundary = boundary
         self._swarm = swarm
-        self._send = send
         self._faults = faults
         self._log = log
         run, runtime = worker.run, worker.runtime
         self._run = run
+        self._reports = MemberReports(send, incarnation, worker.spec.stage)
         self.boundary_inbox = BoundaryInbox(run, worker.spec, boundary, swarm, device, runtime.step)
         self.reduce_inbox = ReduceInbox(
             run.run_id, worker.spec.stage, runtime.sums.numel(), runtime.step
@@ -107,14 +104,12 @@ class StageMember:
             credentials,
             incarnation=incarnation,
             on_refused=self._report_refused,
-            on_unreachable=self._report_unreachable,
+            on_unreachable=self._reports.unreachable,
             faults=faults,
-            on_broken=lambda member, reason: self._report_unreachable(
-                member, reason, error=TruncatedStreamError.__name__
+            on_broken=lambda member, reason: self._reports.unreachable(
+                member, reason, error=TruncatedStreamError
             ),
         )
-        self._step = 0
-        self._attempt = 0
         self._work: Work | None = None
         self._forwards: dict[MicrobatchId, Computed] = {}  # this attempt's, for their receipts
         self._leaving = False
@@ -123,6 +118,15 @@ class StageMember:
         self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self._reduction: asyncio.Task[None] | None = None
+
+    @property
+    def _step(self) -> int:
+        """The step that is open, or was last."""
+        return self._reports.step
+
+    @property
+    def _attempt(self) -> int:
+        return self._reports.attempt
 
     # ---- commands ------------------------------------------------------------------------
 
@@ -134,7 +138,7 @@ class StageMember:
             apprentice, self.apprentice = self.apprentice, None
             await apprentice.close()
         await self.worker.begin_step(command)
-        self._step, self._attempt = command.step, command.attempt
+        self._reports.step, self._reports.attempt = command.step, command.attempt
         self._forwards = {}
         spec = self.worker.spec
         work: Work = StepWork(
@@ -167,20 +171,7 @@ class StageMember:
         if work is None:
             return
         self._given_back_late = work.running
-        self._send_release(work.release())
-
-    def _send_release(self, microbatches: Sequence[MicrobatchId]) -> None:
-        """Sent also without any, so that the coordinator gives this node no more work."""
-        self._send(
-            coordinator_pb2.NodeEvent(
-                release=coordinator_pb2.Release(
-                    incarnation=self.incarnation,
-                    step=self._step,
-                    attempt=self._attempt,
-                    microbatches=microbatches,
-                )
-            )
-        )
+        self._reports.release(work.release())
 
     async def reduce(self, command: coordinator_pb2.Reduce) -> None:
         await self._cancel(self._reduction)
@@ -209,13 +200,7 @@ class StageMember:
         self.prepared = None
         self._keep_sent(command.step, prepared)
         self.close_step(command.step)
-        self._send(
-            coordinator_pb2.NodeEvent(
-                applied=coordinator_pb2.Applied(
-                    incarnation=self.incarnation, step=command.step, weights_digest=digest
-                )
-            )
-        )
+        self._reports.applied(command.step, digest)
 
     def _keep_sent(self, step: int, prepared: Prepared) -> None:
         if self._log is not None:
@@ -265,12 +250,12 @@ class StageMember:
                 if task.microbatch == self._given_back_late:
                     self._given_back_late = None
                     if late := work.release(task.microbatch):
-                        self._send_release(late)
+                        self._reports.release(late)
         except ShoalError as error:
-            self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
+            self._reports.failure(error)
         except Exception as error:  # out of memory, a failed kernel, a bug: others take the work
             log.exception("computation failed")
-            self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
+            self._reports.failure(error)
 
     async def _run_task(self, work: Work, task: Task) -> None:
         worker, microbatch, step = self.worker, task.microbatch, self._step
@@ -295,7 +280,8 @@ class StageMember:
         if not validation:
             self._faults.reach(Moment.GRADIENT_ACCUMULATED, step)
         self._push(work.backward_done(microbatch, done.payload))
-        self._send(self._receipt(microbatch, done))
+        forward = self._forwards.pop(microbatch, None)
+        self._reports.receipt(microbatch, [done] if forward is None else [forward, done])
 
     async def _give_back(self, work: Work, task: Task, error: ProtocolError) -> None:
         """The task gave bad numbers: the coordinator has it executed again, and judges."""
@@ -314,25 +300,7 @@ class StageMember:
             leg = coordinator_pb2.TASK_LEG_FORWARD
         else:
             leg = coordinator_pb2.TASK_LEG_BACKWARD
-        self._report_numbers(error, microbatch, leg)
-
-    def _receipt(self, microbatch: MicrobatchId, done: Computed) -> coordinator_pb2.NodeEvent:
-        forward = self._forwards.pop(microbatch, None)
-        parts = [done] if forward is None else [forward, done]
-        return coordinator_pb2.NodeEvent(
-            receipt=coordinator_pb2.Receipt(
-                incarnation=self.incarnation,
-                step=self._step,
-                attempt=self._attempt,
-                microbatch=microbatch,
-                stage=self.worker.spec.stage,
-                loss_sum=done.loss_sum or 0.0,
-                has_loss=done.loss_sum is not None,
-                busy_s=sum(part.busy_s for part in parts),
-                boundary_bytes=sum(len(p.payload) for p in parts if p.payload is not None),
-                digest=_receipt_digest(parts),
-            )
-        )
+        self._reports.numbers(error, microbatch, leg)
 
     def _push(self, pushes: Sequence[Push[memoryview]]) -> None:
         shape = self._boundary_shape()
@@ -381,14 +349,14 @@ class StageMember:
             await self._sum_up(command)
         except NumericOverflowError as error:  # in a peer's sums, perhaps
             log.warning("reduction failed: %s", error)
-            self._report_numbers(error, MicrobatchId(0), coordinator_pb2.TASK_LEG_REDUCED)
+            self._reports.numbers(error, MicrobatchId(0), coordinator_pb2.TASK_LEG_REDUCED)
         except Exception as error:  # whatever it is, the round can't end without this node
             log.log(
                 logging.WARNING if isinstance(error, ShoalError) else logging.ERROR,
                 "reduction failed",
                 exc_info=not isinstance(error, ShoalError),
             )
-            self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
+            self._reports.failure(error)
 
     async def _sum_up(self, command: coordinator_pb2.Reduce) -> None:
         if (command.step, command.attempt) != (self._step, self._attempt):
@@ -436,19 +404,7 @@ class StageMember:
         self.prepared = Prepared(
             command.step, command.attempt, outcome.totals, sums.digest, self._sent()
         )
-        self._send(
-            coordinator_pb2.NodeEvent(
-                prepared=coordinator_pb2.Prepared(
-                    incarnation=self.incarnation,
-                    step=command.step,
-                    attempt=command.attempt,
-                    round=command.round,
-                    sums_digest=sums.digest,
-                    squared_norms=sums.squared_norms,
-                    reduce_bytes=outcome.bytes_sent,
-                )
-            )
-        )
+        self._reports.prepared(command.round, sums, reduce_bytes=outcome.bytes_sent)
 
     def _sent(self) -> list[Sent]:
         if self._work is None or self._log is None or not self._log.is_on:
@@ -500,66 +456,11 @@ class StageMember:
         log.warning("%s refused a tensor: %s: %s", member.name, type(error).__name__, error)
         if isinstance(error, NonFiniteError) and key.direction in _DIRECTIONS.values():
             if (key.step, key.attempt) == (self._step, self._attempt):
-                self._report_numbers(
+                self._reports.numbers(
                     error, MicrobatchId(key.microbatch), coordinator_pb2.TASK_LEG_SUMMED
                 )
             return
-        self._report(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error)
-
-    def _report_numbers(
-        self,
-        error: ProtocolError,
-        microbatch: MicrobatchId,
-        leg: coordinator_pb2.TaskLeg.ValueType,
-    ) -> None:
-        self._send(
-            coordinator_pb2.NodeEvent(
-                trouble=coordinator_pb2.Trouble(
-                    kind=coordinator_pb2.TROUBLE_KIND_NUMBERS,
-                    incarnation=self.incarnation,
-                    error=type(error).__name__,
-                    detail=str(error)[:500],
-                    step=self._step,
-                    attempt=self._attempt,
-                    microbatch=microbatch,
-                    leg=leg,
-                )
-            )
-        )
-
-    def _report_unreachable(
-        self,
-        member: types_pb2.Member,
-        reason: str,
-        *,
-        error: str = UnreachableError.__name__,
-    ) -> None:
-        self._send(
-            coordinator_pb2.NodeEvent(
-                trouble=coordinator_pb2.Trouble(
-                    kind=coordinator_pb2.TROUBLE_KIND_PEER_UNREACHABLE,
-                    incarnation=self.incarnation,
-                    peer_incarnation=member.incarnation,
-                    peer_id=member.peer_id,
-                    error=error,
-                    detail=reason[:500],
-                    step=self._step,
-                )
-            )
-        )
-
-    def _report(self, kind: coordinator_pb2.TroubleKind.ValueType, error: Exception) -> None:
-        self._send(
-            coordinator_pb2.NodeEvent(
-                trouble=coordinator_pb2.Trouble(
-                    kind=kind,
-                    incarnation=self.incarnation,
-                    error=type(error).__name__,
-                    detail=str(error)[:500],
-                    step=self._step,
-                )
-            )
-        )
+        self._reports.failure(error)
 
     def progress(self) -> coordinator_pb2.Progress:
         """How far this incarnation is; changes whenever it has finished something."""
@@ -595,14 +496,3 @@ def _lease(lease: coordinator_pb2.Lease) -> LeaseFacts:
         downstream_done=lease.downstream_done,
         upstream_done=lease.upstream_done,
     )
-
-
-def _receipt_digest(parts: Sequence[Computed]) -> int:
-    """Over what came of a microbatch, the same for whoever computes it."""
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        if part.payload is not None:
-            digest.update(part.payload)
-        if part.loss_sum is not None:
-            digest.update(struct.pack("<d", part.loss_sum))
-    return digest.intdigest()
