@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from shoal.coordinator.compaction import compaction
+from shoal.coordinator.sqlite_store import SqliteEventStore
 from shoal.coordinator.state import (
     AnyEvent,
     RunState,
@@ -24,7 +25,6 @@ from shoal.coordinator.state import (
     dump,
     replay,
 )
-from shoal.coordinator.store import SqliteEventStore
 from shoal.protocol.ids import Incarnation, PeerId
 
 SNAPSHOT_EVERY = 50

@@ -10,9 +10,9 @@ from types import ModuleType
 from shoal.coordinator.export import read_run
 from shoal.coordinator.run_view import audit
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.sqlite_store import read_log_and_history
 from shoal.coordinator.state import StepCommitted
 from shoal.coordinator.step_row import StepRow
-from shoal.coordinator.store import read_log_and_history
 
 _REFERENCE = Path(__file__).parents[1] / "tests" / "swarm" / "reference.py"
 

@@ -16,8 +16,9 @@ from tempfile import TemporaryDirectory
 
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.followers import Follower
+from shoal.coordinator.sqlite_store import SqliteEventStore, last_sequence
 from shoal.coordinator.state import StandbyRegistered
-from shoal.coordinator.store import SqliteEventStore, StoredEvent, last_sequence
+from shoal.coordinator.store import StoredEvent
 from shoal.protocol.atomic_file import storage_error
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import (

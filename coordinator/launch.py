@@ -19,8 +19,8 @@ from shoal.coordinator.rivals import discovered, find_leader, led_elsewhere, req
 from shoal.coordinator.run_folder import Live, Progress, open_run, read_previous, remove_live
 from shoal.coordinator.serving import Coordinator, LaunchConfig
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.sqlite_store import SqliteEventStore
 from shoal.coordinator.state import replay
-from shoal.coordinator.store import SqliteEventStore
 from shoal.coordinator.terms import Claim
 from shoal.protocol.atomic_file import remove_leftovers
 from shoal.protocol.authority import Authority

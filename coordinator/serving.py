@@ -20,8 +20,8 @@ from shoal.coordinator.probe import watch_missing
 from shoal.coordinator.run_folder import Live, operator_token
 from shoal.coordinator.run_view import ConductorView, tokens_per_s
 from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.sqlite_store import SqliteEventStore
 from shoal.coordinator.standby_link import LINK_FILE
-from shoal.coordinator.store import SqliteEventStore
 from shoal.coordinator.timeline import Timeline
 from shoal.protocol.authority import LEAF_LIFETIME_S, Authority
 from shoal.protocol.discovery import Discovery

@@ -22,8 +22,9 @@ from shoal.coordinator.export import read_run
 from shoal.coordinator.follow import CHUNK_BYTES, LOG_FILE, RUN_FILES, event_digest
 from shoal.coordinator.log_identity import log_identity
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.sqlite_store import RunFolderLock, SqliteEventStore
 from shoal.coordinator.state import EVENT_KINDS, RunState, apply, replay
-from shoal.coordinator.store import RunFolderLock, SqliteEventStore, StoredEvent
+from shoal.coordinator.store import StoredEvent
 from shoal.protocol.atomic_file import TEMPORARY_SUFFIX, AtomicFile, fsync_folder, storage_error
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import (

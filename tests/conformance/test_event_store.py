@@ -11,14 +11,9 @@ import pytest
 
 from shoal.coordinator import store as store_module
 from shoal.coordinator.history import MAX_POINTS, InMemoryHistory, Totals
+from shoal.coordinator.sqlite_store import SqliteEventStore, read_event_log
 from shoal.coordinator.step_row import StepRow
-from shoal.coordinator.store import (
-    EventStore,
-    InMemoryEventStore,
-    SqliteEventStore,
-    StoredEvent,
-    read_event_log,
-)
+from shoal.coordinator.store import EventStore, InMemoryEventStore, StoredEvent
 from shoal.protocol.errors import DiskFullError, StorageError
 from shoal.protocol.ids import PeerId
 
@@ -314,7 +309,7 @@ def test_a_closed_store_says_so(disk: Disk) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from shoal.coordinator.store import SqliteEventStore
+from shoal.coordinator.sqlite_store import SqliteEventStore
 store = SqliteEventStore(Path(sys.argv[1]))
 while True:
     store.append("note", {}, durable=False)

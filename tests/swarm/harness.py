@@ -28,6 +28,7 @@ from shoal.coordinator.export import read_run
 from shoal.coordinator.run_folder import TOKEN_FILE, Live, read_live
 from shoal.coordinator.run_view import audit
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.sqlite_store import read_event_log, read_log_and_history
 from shoal.coordinator.state import (
     EVENT_KINDS,
     Event,
@@ -38,7 +39,6 @@ from shoal.coordinator.state import (
     StepOpened,
 )
 from shoal.coordinator.step_row import StepRow
-from shoal.coordinator.store import read_event_log, read_log_and_history
 from shoal.protocol.errors import StorageError
 from shoal.protocol.identity import NodeIdentity
 from shoal.protocol.ids import Incarnation, PeerId

@@ -13,8 +13,8 @@ import httpx
 import psutil
 
 from shoal.coordinator.dashboard.views import RunView
+from shoal.coordinator.sqlite_store import read_event_log
 from shoal.coordinator.state import EVENT_KINDS, Event
-from shoal.coordinator.store import read_event_log
 from shoal.protocol.errors import StorageError
 from shoal.protocol.fault_injector import read_fired
 from shoal.protocol.faults import Action, Fault, FiredFault

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.coordinator.sqlite_store import read_event_log
 from shoal.coordinator.standby_link import LINK_FILE
 from shoal.coordinator.state import RolledBack, StepCommitted, TermOpened
-from shoal.coordinator.store import read_event_log
 from shoal.protocol.errors import StorageError, TermError
 
 from .harness import ENDLESS, Process, Swarm, spec

@@ -10,7 +10,8 @@ import pytest
 
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.run_view import ConductorView
-from shoal.coordinator.store import SqliteEventStore, StoredEvent, _storage_errors
+from shoal.coordinator.sqlite_store import SqliteEventStore, _storage_errors
+from shoal.coordinator.store import StoredEvent
 from shoal.protocol.errors import DiskFullError, StorageError
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.version import PROTOCOL_VERSION

@@ -14,9 +14,10 @@ import pytest
 from shoal.coordinator import follow, standby_link
 from shoal.coordinator.follow import FollowDesk, event_digest
 from shoal.coordinator.rivals import require_own_log
+from shoal.coordinator.sqlite_store import SqliteEventStore
 from shoal.coordinator.standby_copy import StandbyCopy
 from shoal.coordinator.state import RunState, StandbyRegistered, TermOpened, apply
-from shoal.coordinator.store import SqliteEventStore, StoredEvent
+from shoal.coordinator.store import StoredEvent
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import (
     AdmissionError,

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.coordinator import history, members
 from shoal.coordinator.run_view import ConductorView
-from shoal.coordinator.store import SqliteEventStore
+from shoal.coordinator.sqlite_store import SqliteEventStore
 
 from .fake_swarm import FakeSwarm, make_run
 

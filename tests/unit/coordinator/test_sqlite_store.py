@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.store import RunFolderLock, SqliteEventStore, read_event_log
+from shoal.coordinator.sqlite_store import RunFolderLock, SqliteEventStore, read_event_log
 from shoal.protocol import disk
 from shoal.protocol.errors import CapacityError, StorageError, VersionError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.history import SqliteHistory
+from shoal.coordinator.sqlite_store import SqliteEventStore, read_event_log, read_log_and_history
 from shoal.coordinator.step_row import StepRow, row_of
-from shoal.coordinator.store import SqliteEventStore, read_event_log, read_log_and_history
 from shoal.protocol.errors import DiskFullError
 from shoal.protocol.ids import PeerId
 
