@@ -116,8 +116,9 @@ async def test_both_nodes_of_a_stage_leave_at_once_and_others_go_on(tmp_path: Pa
         for leaver in leavers:
             assert await swarm.ended(leaver) == 0
         before = swarm.last_step
-        swarm.start_node("n4")
+        newcomer = swarm.start_node("n4")
         await swarm.committed(before + 3)
+        await swarm.placed(newcomer)
         assert not swarm.events(RolledBack)
         await swarm.stop_and_check()
 
