@@ -159,7 +159,7 @@ def _to_field(part: _U64, bits: int) -> _U8:
         return (pairs | pairs >> 4).astype(np.uint8)
     if bits == 2:
         quads = low.view(np.uint32)
-        quads = quads | quads >> 6
+        quads |= quads >> 6
         return (quads | quads >> 12).astype(np.uint8)
     return np.packbits(low, bitorder="little")
 

@@ -34,7 +34,7 @@ SliceKey = tuple[int, int, Incarnation]
 """(direction, slice, sender)."""
 
 _INLINE_ELEMENTS = 32 * 1024
-"""Unpacked on the loop, in a fraction of a millisecond. Bytes would say nothing: zeros pack well."""
+"""Unpacked on the loop, in a fraction of a millisecond. Not bytes, since zeros take hardly any."""
 
 _DIRECTIONS = (types_pb2.DIRECTION_REDUCE_PARTIAL, types_pb2.DIRECTION_REDUCE_TOTAL)
 
