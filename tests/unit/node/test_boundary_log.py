@@ -230,15 +230,21 @@ class SlowDisk:
         write_step(path, entries, boundary)
 
 
+async def settling(log: BoundaryLog) -> asyncio.Task[None]:
+    """A step that has begun to wait."""
+    task = asyncio.create_task(log.settle())
+    await asyncio.sleep(0)
+    assert log.is_awaited
+    return task
+
+
 async def test_whoever_settles_has_the_step_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, log = SlowDisk(monkeypatch), open_log(tmp_path)
     await log.settle()  # nothing was appended
     log.append(1, 0, SENT)
-    settled = asyncio.create_task(log.settle())
-    while not log.is_awaited:
-        await asyncio.sleep(0)
+    settled = await settling(log)
     assert not settled.done()
     disk.goes_on.set()
     await settled
@@ -271,9 +277,7 @@ async def test_a_step_that_gives_up_waiting_does_not_break_off_the_write(
     disk, log = SlowDisk(monkeypatch), open_log(tmp_path)
     log.append(1, 0, SENT)
     log.append(2, 0, SENT)
-    settled = asyncio.create_task(log.settle())
-    while not log.is_awaited:
-        await asyncio.sleep(0)
+    settled = await settling(log)
     settled.cancel()
     await asyncio.gather(settled, return_exceptions=True)
     disk.goes_on.set()

@@ -290,7 +290,7 @@ async def test_who_says_that_it_is_prepared_has_its_log_on_disk(
         await bench.step()
         await bench.compute()
         await bench.reduce()
-        while not bench.boundary_log.is_awaited:
+        while not bench.boundary_log.is_awaited:  # noqa: ASYNC110  # the log has no event for it
             await asyncio.sleep(0)
         assert bench.sent.empty()
         assert bench.member.waiting_for() == "its disk, to write the boundary log"
