@@ -33,7 +33,6 @@ Fetch = Callable[
 
 Send = Callable[[coordinator_pb2.NodeEvent], None]
 OnTrouble = Callable[[Exception], None]
-_FAILURES = (ShoalError, MemoryError, RuntimeError, OSError)
 
 
 class Apprentice:
@@ -138,7 +137,9 @@ class Apprentice:
                 self._on_trouble(error)
             else:  # the coordinator names other donors when these are gone
                 log.warning("the moments of step %d are not to be had: %s", command.step, error)
-        except _FAILURES as error:
+        except Exception as error:  # out of memory, a bug: whatever it is, this can't go on
+            if not isinstance(error, ShoalError):
+                log.exception("pulling a part of the state failed")
             self._on_trouble(error)
         finally:
             self._progress.pop(part, None)
@@ -173,6 +174,8 @@ class Apprentice:
                     )
                 commit, totals = await catch_up.pop()
                 await self._worker.advance_moments(totals, commit)
+                if self._catch_up is not catch_up:
+                    return  # another version was asked for meanwhile
                 self._moments_step = commit.step
             if self._committed > runtime.step:
                 return  # once the weights after that step are here
