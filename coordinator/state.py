@@ -50,6 +50,8 @@ class StepOpened(Event):
     kind: Literal["step_opened"] = "step_opened"
     step: int
     attempt: int
+    voters: tuple[PeerId, ...] = ()
+    """With the first one in a run: who decides, beside this log, until a step is committed."""
 
 
 class NumbersBackedOff(Event):
@@ -144,7 +146,8 @@ class TermOpened(Event):
     term: int
     log_id: str
     forced: bool = False
-    """By the operator, who knows that nobody else leads: this log decides alone until a commit."""
+    """By the operator, who knows that nobody else leads: until a step opens, this log decides
+    alone."""
 
 
 class StandbyRegistered(Event):
@@ -289,7 +292,10 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             )
         case StepOpened():
             # It opens once quorums of both councils keep the last record: that one is settled.
-            return replace(state, attempt=event.attempt, council_before=state.council)
+            council = state.council
+            if not council.voters and event.voters:  # nobody has prepared anything yet
+                council = Council(frozenset(event.voters), council.log_id)
+            return replace(state, attempt=event.attempt, council=council, council_before=council)
         case NumbersBackedOff():
             scale = StepScale(event.loss_scale, event.coarsen)
             return replace(state, scales=state.scales.after_back_off(scale))
