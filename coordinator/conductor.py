@@ -440,7 +440,7 @@ class Conductor:
             self._log.say("leads", f"this coordinator leads in term {self.terms.term}")
         else:
             self._log.wait(self.terms.claim_obstacle(self.sessions))
-            if self.terms.is_hopeless(self.sessions):
+            if self.terms.gives_up(self.sessions):
                 self._ending.let_sessions_go()
 
     def withdraw(self, reason: str) -> None:

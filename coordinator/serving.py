@@ -15,6 +15,7 @@ from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.app import create_app
 from shoal.coordinator.dashboard.server import serve
 from shoal.coordinator.follow import FollowDesk
+from shoal.coordinator.ports import wanted_ports
 from shoal.coordinator.presence import Addresses, Presence
 from shoal.coordinator.probe import watch_missing
 from shoal.coordinator.run_folder import Live, operator_token
@@ -157,12 +158,8 @@ class Coordinator:
             await asyncio.gather(http, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server, credentials: Credentials) -> tuple[str, str]:
-        """Admission and session ports: those asked for, else those of last time, else any."""
-        config = self._config
-        wanted = [(config.port, config.port + 1 if config.port else 0)]
-        if not config.port and self._previous is not None:
-            last = self._previous
-            wanted.insert(0, (_port(last.admission), _port(last.session)))
+        """Raises `CapacityError`."""
+        wanted = wanted_ports(self._config.port, self._previous)
         for ports in wanted[:-1]:
             with contextlib.suppress(CapacityError):
                 return self._listen(server, credentials, *ports)
@@ -264,8 +261,3 @@ class Coordinator:
             raise conductor.deposed
         if conductor.failed:
             raise RunFailedError(conductor.failed)
-
-
-def _port(address: str) -> int:
-    tail = address.rpartition(":")[2]
-    return int(tail) if tail.isdecimal() else 0

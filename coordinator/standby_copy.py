@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from shoal.coordinator.compaction import WORTHWHILE_STEPS
 from shoal.coordinator.data.shards import shard_is_intact, shard_path
 from shoal.coordinator.export import read_run
 from shoal.coordinator.follow import CHUNK_BYTES, LOG_FILE, RUN_FILES, event_digest
+from shoal.coordinator.log_compaction import compact_log
 from shoal.coordinator.log_identity import log_identity
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.sqlite_store import RunFolderLock, SqliteEventStore
-from shoal.coordinator.state import EVENT_KINDS, RunState, apply, replay
-from shoal.coordinator.store import StoredEvent
+from shoal.coordinator.state import RunState, apply, parse, replay
+from shoal.coordinator.store import StoredEvent, decode
 from shoal.protocol.atomic_file import TEMPORARY_SUFFIX, AtomicFile, fsync_folder, storage_error
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import (
@@ -64,6 +66,8 @@ class StandbyCopy:
         self.store: SqliteEventStore | None = None
         self.state = RunState()
         """What the copied log adds up to."""
+        self._intact: set[str] = set()  # shards, by digest, that were verified
+        self._compacted_at = 0  # the step at which that was tried last
         self._partial: tuple[str, AtomicFile, int] | None = None
         self._lock: RunFolderLock | None = RunFolderLock(folder)
         for left in (
@@ -117,12 +121,17 @@ class StandbyCopy:
         return record.sequence, event_digest(record)
 
     def missing_shards(self) -> list[bytes]:
+        """Digests. Reads every shard, but each only until it was found intact."""
         run = self.run
-        return [
-            bytes.fromhex(ref.sha256)
-            for ref in (*run.data.train, *run.data.validation)
-            if not shard_is_intact(self.folder, ref, run.data.token_bytes)
-        ]
+        missing = []
+        for ref in (*run.data.train, *run.data.validation):
+            if ref.sha256 in self._intact:
+                continue
+            if shard_is_intact(self.folder, ref, run.data.token_bytes):
+                self._intact.add(ref.sha256)
+            else:
+                missing.append(bytes.fromhex(ref.sha256))
+        return missing
 
     def snapshots(self) -> list[int]:
         if not self.has_files:
@@ -130,6 +139,10 @@ class StandbyCopy:
         return SnapshotStore(self.folder, self.run, read_only=True).complete_steps()
 
     # ---- files ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A leader's stream begins: what another one had sent of a file counts no more."""
+        self._discard()
 
     def take(self, piece: coordinator_pb2.RunFile) -> None:
         """A piece of a file; the last one puts it in place. Raises `ProtocolError` for a name
@@ -179,17 +192,41 @@ class StandbyCopy:
     def open_log(self) -> None:
         self._release_lock()  # the store takes it
         self.store = SqliteEventStore(self.folder / LOG_FILE)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the log again: a conductor may have written it. Raises `StorageError`."""
+        assert self.store is not None, "there is a log"
         self.state = replay((event.kind, event.payload) for event in self.store.read())
 
     def append(self, events: coordinator_pb2.LogEvents) -> None:
-        """Durably. Raises `StorageError` for a gap."""
+        """Durably. Raises `StorageError` for a gap, and for an event that this release can't read;
+        the log is as it was then."""
         if self.store is None:
             raise MalformedFrameError("events of a log whose beginning is missing")
         records = [StoredEvent(e.sequence, e.kind, e.payload) for e in events.events]
+        state = self.state
+        for event in decode(records):
+            state = apply(parse(event.kind, event.payload), state)
         self.store.adopt(records)
-        for record in records:
-            event = EVENT_KINDS[record.kind].model_validate_json(record.payload)
-            self.state = apply(event, self.state)  # type: ignore[arg-type]
+        self.state = state
+        self._compact()
+
+    def _compact(self) -> None:
+        """The copy stays bounded as the leader's log does. Who is attached there isn't known here:
+        all their names are kept."""
+        step = self.state.step
+        if self.store is None or step - self._compacted_at < WORTHWHILE_STEPS:
+            return
+        self._compacted_at = step
+        self.state = compact_log(
+            self.store,
+            self.state,
+            oldest_snapshot=min(self.snapshots(), default=0),
+            live=self.state.peers,
+            num_microbatches=self.run.spec.batch.microbatches,
+            now_s=time.time(),
+        )
 
     # ---- what is fetched -----------------------------------------------------------------
 
@@ -227,8 +264,8 @@ class StandbyCopy:
                         receiver.feed(chunk)
                     receiver.finish()
                 _require_digest(incoming, sha256.hex())
-                os.replace(incoming, path)
-                fsync_folder(path.parent)
+                _place_shard(incoming, path)
+                self._intact.add(sha256.hex())
 
     async def fetch_snapshot(self, session_address: str, step: int) -> bool:
         """Every stage's state at `step`; returns whether that is complete now. Raises
@@ -284,3 +321,11 @@ def _require_digest(path: Path, sha256: str) -> None:
     if found != sha256:
         path.unlink(missing_ok=True)
         raise MalformedFrameError(f"a shard with SHA-256 {found[:16]}…, asked was {sha256[:16]}…")
+
+
+def _place_shard(incoming: Path, path: Path) -> None:
+    try:
+        os.replace(incoming, path)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    fsync_folder(path.parent)

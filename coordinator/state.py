@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from shoal.coordinator.boundary_sources import BoundarySources, Rebuilt
 from shoal.coordinator.quorum import Council
 from shoal.coordinator.recovered import Recovered
 from shoal.coordinator.step_scale import ScaleHistory, StepScale
 from shoal.coordinator.timeline import Timeline
+from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 
 MAX_STANDBYS = 8
@@ -401,8 +402,15 @@ def dump(state: RunState) -> dict[str, Any]:
 
 
 def parse(kind: str, payload: Mapping[str, Any]) -> AnyEvent:
-    """A logged event."""
-    return EVENT_KINDS[kind].model_validate(payload)  # type: ignore[return-value]
+    """A logged event. Raises `StorageError` for one that this release doesn't know."""
+    try:
+        return EVENT_KINDS[kind].model_validate(payload)  # type: ignore[return-value]
+    except (KeyError, ValidationError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "unknown"
+        raise StorageError(
+            f"the event log has an event {kind[:40]!r} that this release can't read ({why}). Use "
+            "the release that wrote it, or restore the run folder from a copy."
+        ) from None
 
 
 def replay(events: Iterable[tuple[str, Mapping[str, Any]]]) -> RunState:

@@ -27,6 +27,9 @@ from shoal.protocol.step_record import open_step_record, sign_step_record, term_
 
 FORCE = "`shoal launch --force-term`"
 
+REST_S = 30.0
+"""For so long a claimant that lacks records asks nobody: whoever has them gets its chance."""
+
 _MAX_NAMED = 6
 
 
@@ -54,6 +57,7 @@ class Leadership:
         self._willing: Counter[PeerId] = Counter()  # a node's next session may overlap its last
         self._learnt: dict[int, StepCommitted] = {}
         self._heard: set[PeerId] = set()  # who of them has answered the claim
+        self._rests_until_s = 0.0
         self._keep: dict[PeerId, tuple[int, int]] = {}  # (number, term) of its newest record
         self._told: set[PeerId] = set()  # who was sent the newest record with its commit
         self._reminded: set[PeerId] = set()
@@ -85,15 +89,15 @@ class Leadership:
         self._weigh()
 
     def _weigh(self) -> None:
-        if self.leads or self._claim.forced or self._may_succeed():
+        rests = self._log.clock() < self._rests_until_s
+        if (
+            self.leads
+            or self._claim.forced
+            or (not rests and self._decides(self._log.state.council))
+        ):
             self.is_worth_a_promise.set()
         else:
             self.is_worth_a_promise.clear()
-
-    def _may_succeed(self) -> bool:
-        """Whether a quorum is here, and one of them might know of records that are missing."""
-        news = not self._has_gap() or not self._heard.issuperset(self._willing)
-        return news and self._decides(self._log.state.council)
 
     def _decides(self, council: Council, present: Collection[PeerId] | None = None) -> bool:
         return is_quorum(
@@ -136,7 +140,6 @@ class Leadership:
                 for signed in promise.records:
                     self._learn(signed, self._claim.authority)
             self._heard.add(peer_id)
-            self._weigh()
 
     def _check_refusal(self, promise: coordinator_pb2.Promise) -> None:
         """Raises `RecordError`: no node deposes a coordinator with a term that nobody claimed."""
@@ -164,7 +167,9 @@ class Leadership:
     # ---- leading -------------------------------------------------------------------------
 
     def try_to_lead(self, promised: Collection[PeerId]) -> bool:
-        """Lead, if those who have promised are enough. Raises `StorageError`."""
+        """Lead, if those who have promised are enough; call it now and then. Raises
+        `StorageError`."""
+        self._weigh()
         if not self._may_lead(promised):
             return False
         log = self._log
@@ -215,14 +220,19 @@ class Leadership:
         known = news[-1].commits if news else self._log.state.commits
         return max(self._learnt, default=0) > known
 
-    def is_hopeless(self, promised: Collection[PeerId]) -> bool:
+    def gives_up(self, promised: Collection[PeerId]) -> bool:
         """Whether a quorum has promised, everybody here was heard, and records are missing all the
-        same: then these nodes had better look for a coordinator that has them."""
-        return (
+        same: then these nodes had better look for a coordinator that has them, and are asked again
+        after a while."""
+        hopeless = (
             self._has_gap()
             and self._decides(self._log.state.council, promised)
             and self._heard.issuperset(self._willing)
         )
+        if hopeless:
+            self._rests_until_s = self._log.clock() + REST_S
+            self._weigh()
+        return hopeless
 
     def claim_obstacle(self, promised: Collection[PeerId]) -> str:
         """Why this coordinator doesn't lead yet, and what would end that."""
@@ -230,10 +240,10 @@ class Leadership:
         if self._has_gap():
             newest = self._learnt[max(self._learnt)]
             return (
-                f"this log ends at step {state.step}, the run at step {newest.step}, and of the "
-                f"records between {self._num_missing()} are with no node that is here: start the "
-                "coordinator that led last, from which this one copies them; or, if its folder is "
-                f"gone for good, compute those steps again with {FORCE}"
+                f"this log ends at step {state.step}, the run at step {newest.step}, and no node "
+                f"that is here keeps all of the records between ({self._num_missing()} missing): "
+                "start the coordinator that led last, from which this one copies them; or, if its "
+                f"folder is gone for good, compute those steps again with {FORCE}"
             )
         if not state.council.voters and state.council.log_id not in ("", self.log_id):
             return (

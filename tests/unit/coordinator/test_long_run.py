@@ -169,3 +169,23 @@ def test_without_snapshots_records_are_bounded_too(monkeypatch: pytest.MonkeyPat
     assert most <= 70 + 4 * 32 + 1
     assert isinstance(swarm.conductor.state.records, Timeline)
     assert_all_steps_are_known(swarm)
+
+
+def test_compaction_in_an_open_step_leaves_who_is_counted_in_it() -> None:
+    """A node that has prepared stays counted when it is lost; its incarnation is as old as the
+    run, and no record names it yet."""
+    swarm = FakeSwarm(make_run(steps=STEPS, snapshot_every=50, microbatches=2, stages=1), 3)
+    swarm.run_until(lambda: swarm.conductor.state.step == 149, within_s=600)
+    gone = swarm.nodes[min(swarm.nodes)]
+    swarm.run_until(lambda: gone.prepared is not None and gone.prepared[0] == 150, within_s=60)
+    while any(e.HasField("prepared") for e in gone.events):
+        gone.report()
+    incarnation = gone.incarnation
+    gone.kill()
+    assert incarnation in swarm.conductor.state.peers
+    swarm.snapshots.complete[149] = {0: (0, 0)}
+    swarm.conductor.snapshot_stored(149)
+    assert swarm.disk[0].kind == "compacted"
+    del swarm.snapshots.complete[149]
+    swarm.run_until(lambda: swarm.conductor.state.step == 150, within_s=60)
+    assert incarnation in swarm.conductor.state.records[150].contributions[0]
