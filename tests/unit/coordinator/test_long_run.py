@@ -6,6 +6,7 @@ import pytest
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.state import replay
 from shoal.coordinator.timeline import Timeline
+from shoal.protocol.proto.types_pb2 import STATE_PART_WEIGHTS
 
 from .fake_swarm import FakeSwarm, make_run, reference
 from .swarm_checks import kinds, lines, untermed
@@ -172,20 +173,28 @@ def test_without_snapshots_records_are_bounded_too(monkeypatch: pytest.MonkeyPat
 
 
 def test_compaction_in_an_open_step_leaves_who_is_counted_in_it() -> None:
-    """A node that has prepared stays counted when it is lost; its incarnation is as old as the
-    run, and no record names it yet."""
-    swarm = FakeSwarm(make_run(steps=STEPS, snapshot_every=50, microbatches=2, stages=1), 3)
-    swarm.run_until(lambda: swarm.conductor.state.step == 149, within_s=600)
-    gone = swarm.nodes[min(swarm.nodes)]
-    swarm.run_until(lambda: gone.prepared is not None and gone.prepared[0] == 150, within_s=60)
-    while any(e.HasField("prepared") for e in gone.events):
-        gone.report()
-    incarnation = gone.incarnation
-    gone.kill()
-    assert incarnation in swarm.conductor.state.peers
-    swarm.snapshots.complete[149] = {0: (0, 0)}
-    swarm.conductor.snapshot_stored(149)
-    assert swarm.disk[0].kind == "compacted"
-    del swarm.snapshots.complete[149]
-    swarm.run_until(lambda: swarm.conductor.state.step == 150, within_s=60)
-    assert incarnation in swarm.conductor.state.records[150].contributions[0]
+    """A node that warmed up for a hundred steps takes part for the first time, prepares, and is
+    lost: it stays counted, and no record names it yet."""
+    swarm = FakeSwarm(
+        make_run(steps=STEPS, snapshot_every=50, microbatches=4, stages=1, replicas=3, min_nodes=2),
+        2,
+    )
+    swarm.run_until(lambda: swarm.conductor.state.step == 20, within_s=600)
+    late = swarm.join()
+    late.slow_parts = {STATE_PART_WEIGHTS}
+    swarm.run_until(lambda: swarm.conductor.state.step == 148, within_s=600)
+    late.slow_parts = set()
+    swarm.run_until(lambda: late.prepared is not None, within_s=60)
+    step = swarm.conductor.state.step
+    while any(e.HasField("prepared") for e in late.events):
+        late.report()
+    incarnation = late.incarnation
+    late.kill()
+    before = swarm.disk[0].sequence
+    swarm.snapshots.complete[step] = {0: (0, 0)}
+    swarm.conductor.snapshot_stored(step)
+    assert swarm.disk[0].sequence > before
+    assert swarm.conductor.state.step == step
+    del swarm.snapshots.complete[step]
+    swarm.run_until(lambda: swarm.conductor.state.step == step + 1, within_s=60)
+    assert incarnation in swarm.conductor.state.records[step + 1].contributions[0]
