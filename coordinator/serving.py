@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import shlex
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +110,7 @@ class Coordinator:
             tasks.spawn(self._tick())
             tasks.spawn(watch_missing(self._conductor))
             tasks.spawn(self._presence.keep_published())
-            tasks.spawn(self._report_plainly())
+            tasks.spawn(report_plainly(self._terminal, self.status_line))
             with self._terminal.live(self.status_line):
                 await self._until_over()
             leads = self._conductor.terms.leads
@@ -237,18 +237,6 @@ class Coordinator:
             parts.append(f"waiting: {conductor.waiting_for}")
         return " · ".join(parts)
 
-    async def _report_plainly(self) -> None:
-        """Without a terminal: a line now and then, when something has changed."""
-        if self._terminal.console.is_terminal:
-            return
-        said = ""
-        while True:
-            await asyncio.sleep(_LINE_S)
-            line = self.status_line()
-            if line != said:
-                self._terminal.line(line)
-                said = line
-
     async def _until_over(self) -> None:
         conductor, version = self._conductor, -1
         while not conductor.ended:
@@ -261,3 +249,16 @@ class Coordinator:
             raise conductor.deposed
         if conductor.failed:
             raise RunFailedError(conductor.failed)
+
+
+async def report_plainly(terminal: Terminal, status_line: Callable[[], str]) -> None:
+    """Without a terminal that shows it live: the line now and then, when it has changed."""
+    if terminal.console.is_terminal:
+        return
+    said = ""
+    while True:
+        await asyncio.sleep(_LINE_S)
+        line = status_line()
+        if line != said:
+            terminal.line(line)
+            said = line

@@ -20,8 +20,9 @@ from shoal.coordinator.launch import EarlyDiscovery, Signals
 from shoal.coordinator.ports import ReservedPorts, wanted_ports
 from shoal.coordinator.rivals import ask, discovered
 from shoal.coordinator.run_folder import Live, read_previous, remove_live
-from shoal.coordinator.serving import Coordinator, LaunchConfig
+from shoal.coordinator.serving import Coordinator, LaunchConfig, report_plainly
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.standby_bulk import KEPT_SNAPSHOTS, BulkCopy
 from shoal.coordinator.standby_copy import StandbyCopy
 from shoal.coordinator.terms import Claim
 from shoal.protocol.authority import fetch_authority
@@ -54,7 +55,6 @@ SILENT_S = 5.0
 
 _RETRY_LIMIT_S = 2.0
 _WATCH_S = 2.0
-_LINE_S = 10.0
 
 
 def stand_by(link: JoinLink, config: LaunchConfig, terminal: Terminal) -> Conductor | None:
@@ -97,17 +97,15 @@ class Standby:
         )
         self._discovery: Discovery | None = None
         self._leader = ""  # admission address of whom it follows, or followed last
-        self._leader_session = ""
         self._heard_s = 0.0
         self._leaders_step = 0
-        self._wanted_snapshots: tuple[int, ...] = ()
         self._least_term = 1
         self._conductor: Conductor | None = None
         self._status = "connecting"
-        self._not_copied = ""  # why shards or snapshots are missing
+        self._bulk = BulkCopy(copy, say=terminal.line)
 
     def status_line(self) -> str:
-        trouble = f"; not copied yet: {self._not_copied}" if self._not_copied else ""
+        trouble = f"; not copied yet: {self._bulk.trouble}" if self._bulk.trouble else ""
         return f"standing by for {self._link.run_id}: {self._status}{trouble}"
 
     async def run(self, early: EarlyDiscovery | None) -> Conductor | None:
@@ -120,7 +118,6 @@ class Standby:
         signals = Signals(stop)
         stopped = asyncio.create_task(signals.any.wait())
         async with TaskScope() as tasks:
-            tasks.spawn(self._report_plainly())
             tasks.spawn(self._start_discovery(early))
             try:
                 while True:
@@ -157,7 +154,8 @@ class Standby:
         reach for `takeover_s` (returns nothing). Raises `ShoalError` when it can't be followed."""
         async with TaskScope() as tasks:
             # A coordinator keeps its snapshots itself: this ends before one is made.
-            tasks.spawn(self._copy_bulk())
+            tasks.spawn(self._bulk.keep_up())
+            tasks.spawn(report_plainly(self._terminal, self.status_line))
             return await self._follow_anybody()
 
     async def _follow_anybody(self) -> str:
@@ -176,9 +174,7 @@ class Standby:
                     failure = error
             silent_s = time.monotonic() - self._heard_s
             if silent_s > self._config.takeover_s:
-                if self._copy.state.weights_sha256 is not None:
-                    return "the run is finished"
-                if await asyncio.to_thread(self._is_whole):
+                if await asyncio.to_thread(lambda: self._copy.is_whole):  # may read shards
                     return ""
                 raise UnreachableError(
                     f"no coordinator of run {self._link.run_id} could be followed for "
@@ -247,16 +243,13 @@ class Standby:
                     await asyncio.to_thread(self._copy.append, event.log)
                 case "beat":
                     self._leaders_step = event.beat.step
-                    self._wanted_snapshots = tuple(event.beat.snapshots)[:16]
+                    self._bulk.wanted_snapshots = tuple(event.beat.snapshots)[-KEPT_SNAPSHOTS:]
                     self._show()
                 case "end":
                     return event.end.reason[:200] or "the run is over"
                 case unexpected:
                     raise MalformedFrameError(f"unexpected event {unexpected}")
             self._heard_s = time.monotonic()
-
-    def _is_whole(self) -> bool:
-        return self._copy.is_whole
 
     def _begin(self, begin: coordinator_pb2.FollowBegin, address: str) -> None:
         own_term = self._copy.state.term
@@ -269,7 +262,7 @@ class Standby:
         self._copy.begin()
         if address != self._leader:
             self._terminal.line(f"following the coordinator at {address}, term {begin.term}")
-        self._leader, self._leader_session = address, begin.session_address
+        self._leader, self._bulk.leader = address, begin.session_address
         self._status = "copying the run's files" if begin.anew else "following"
 
     def _show(self) -> None:
@@ -279,36 +272,6 @@ class Standby:
         self._status = (
             f"step {step}{behind}, {count} snapshot{'s' * (count != 1)}, leader at {self._leader}"
         )
-
-    async def _copy_bulk(self) -> None:
-        """Shards and snapshots, beside the log."""
-        failures, rng = 0, random.Random()
-        while True:
-            await asyncio.sleep(1.0 + (backoff(failures, rng, limit_s=30.0) if failures else 0.0))
-            if not self._leader_session or not self._copy.has_files:
-                continue
-            try:
-                if await asyncio.to_thread(self._copy.missing_shards):
-                    await self._copy.fetch_shards(self._leader_session)
-                have = await asyncio.to_thread(self._copy.snapshots)
-                for step in [s for s in self._wanted_snapshots[-2:] if s not in have]:
-                    if await self._copy.fetch_snapshot(self._leader_session, step):
-                        self._terminal.line(f"copied the snapshot of step {step}")
-                failures, self._not_copied = 0, ""
-            except ShoalError as error:
-                log.info("not copied: %s", error)
-                failures, self._not_copied = failures + 1, str(error)
-
-    async def _report_plainly(self) -> None:
-        """Without a terminal: a line now and then."""
-        if self._terminal.console.is_terminal:
-            return
-        said = ""
-        while True:
-            await asyncio.sleep(_LINE_S)
-            if self._conductor is None and self.status_line() != said:
-                said = self.status_line()
-                self._terminal.line(said)
 
     # ---- taking over ---------------------------------------------------------------------
 

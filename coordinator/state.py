@@ -8,7 +8,7 @@ from the nodes.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -193,44 +193,10 @@ AnyEvent = (
 )
 
 EVENT_KINDS: dict[str, type[Event]] = {
-    cls.model_fields["kind"].default: cls
-    for cls in (
-        RunCreated,
-        StageAssigned,
-        NodeFenced,
-        StepOpened,
-        NumbersBackedOff,
-        StepCommitted,
-        StepApplied,
-        SnapshotStored,
-        RolledBack,
-        StageReplayed,
-        Paused,
-        Resumed,
-        TermOpened,
-        StandbyRegistered,
-        RunFinished,
-        Compacted,
-    )
+    cls.model_fields["kind"].default: cls for cls in get_args(AnyEvent)
 }
 
-DURABLE = (
-    RunCreated,
-    StageAssigned,
-    NodeFenced,
-    StepOpened,
-    NumbersBackedOff,
-    StepCommitted,
-    SnapshotStored,
-    RolledBack,
-    StageReplayed,
-    Paused,
-    Resumed,
-    TermOpened,
-    StandbyRegistered,
-    RunFinished,
-    Compacted,
-)
+DURABLE = tuple(cls for cls in EVENT_KINDS.values() if cls is not StepApplied)
 """Fsynced before anything follows from them. The rest can be had again."""
 
 

@@ -275,7 +275,7 @@ class Leadership:
         state = self._log.state
         if not self._decides(state.council, attached):
             return f"the next step needs {self._lacks(state.council, attached)}"
-        kept = self._kept()
+        kept = self.keepers()
         for council in (state.council_before, state.council):
             if not self._decides(council, kept):
                 lacks = self._lacks(council, kept)
@@ -296,13 +296,13 @@ class Leadership:
 
     def remind(self, sessions: Iterable[Session]) -> None:
         """Nodes that have yet to keep the newest record get it, once."""
-        done = self._kept() | self._reminded
+        done = self.keepers() | self._reminded
         for session in sessions:
             if session.peer_id not in done:
                 self._reminded.add(session.peer_id)
                 session.send(lead=self.lead())
 
-    def _kept(self) -> set[PeerId]:
+    def keepers(self) -> set[PeerId]:
         """Who keeps the log's newest record."""
         newest = self._log.state.last_record
         if newest is None:

@@ -87,7 +87,7 @@ def test_a_worker_counts_among_those_that_keep_the_records_of_its_steps() -> Non
     joiner = worker(swarm)
     swarm.run_until(in_step(swarm, swarm.conductor.state.step + 2))
     assert joiner.peer_id in swarm.conductor.state.council.voters
-    assert joiner.peer_id in swarm.conductor.terms._kept
+    assert joiner.peer_id in swarm.conductor.terms.keepers()
 
 
 def test_a_holder_that_joined_may_be_the_last_one() -> None:
