@@ -316,6 +316,7 @@ class Leadership:
         self, record: StepCommitted, voters: Iterable[PeerId], peers: dict[Incarnation, PeerId]
     ) -> StepCommitted:
         """The record as this term commits it; log it at once."""
+        self._keep.clear()
         self._told.clear()
         self._reminded.clear()
         return record.model_copy(
