@@ -206,8 +206,8 @@ class StandbyCopy:
         self._compact()
 
     def _compact(self) -> None:
-        """The copy stays bounded as the leader's log does. Who is attached there isn't known here:
-        all their names are kept."""
+        """The copy stays bounded as the leader's log does. Who is attached there doesn't matter
+        here: a record names its nodes, and a takeover gives all of them new incarnations."""
         step = self.state.step
         if self.store is None or step - self._compacted_at < WORTHWHILE_STEPS:
             return
@@ -216,7 +216,7 @@ class StandbyCopy:
             self.store,
             self.state,
             oldest_snapshot=min(self.snapshots(), default=0),
-            live=self.state.peers,
+            live=(),
             num_microbatches=self.run.spec.batch.microbatches,
             now_s=time.time(),
         )

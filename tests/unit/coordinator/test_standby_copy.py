@@ -95,6 +95,8 @@ def test_a_log_that_is_followed_for_long_stays_bounded(
     taken = 0
     for step in range(10, 231, 10):
         swarm.run_until(lambda: swarm.conductor.state.step >= step, within_s=600)  # noqa: B023
+        if step < 200:
+            swarm.start_again(swarm.nodes[max(swarm.nodes)])
         fresh = [r for r in swarm.disk if r.sequence > taken]
         assert fresh[0].sequence == taken + 1
         copy.append(log_of(fresh))
@@ -106,6 +108,9 @@ def test_a_log_that_is_followed_for_long_stays_bounded(
     assert copy.store.history.totals.num_steps + len(state.records) == 230
     assert copy.newest_event()[0] == swarm.disk[-1].sequence
     assert state.last_record == swarm.conductor.state.last_record
+    named = {who for r in state.records.values() for stage in r.contributions for who in stage}
+    assert state.peers.keys() >= named
+    assert len(state.peers) < 20, "of those that were fenced, only who is in a record"
 
 
 def test_a_shard_is_read_until_it_was_found_intact(
