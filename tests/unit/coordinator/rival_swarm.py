@@ -19,7 +19,10 @@ from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.spec import ResolvedRun
 
-from .fake_swarm import AUTHORITY, FakeNode, FakeSwarm, reference
+from .fake_node import FakeNode
+from .fake_run import AUTHORITY
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 
 SIDES = ("a", "b")
 

@@ -9,7 +9,9 @@ from shoal.coordinator.step_runner import Phase
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.scale import coarsened
 
-from .fake_swarm import FakeNode, FakeSwarm, reference
+from .fake_node import FakeNode
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 
 
 def assert_undisturbed(swarm: FakeSwarm) -> None:

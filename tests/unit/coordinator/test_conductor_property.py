@@ -12,7 +12,11 @@ from shoal.coordinator.run_view import ConductorView
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_swarm import BadNumbers, FakeNode, FakeSwarm, Reference, make_run, reference
+from .fake_attempt import BadNumbers
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
+from .fake_training import Reference, reference
 
 STEPS = 3
 _MAX_NODES = 8

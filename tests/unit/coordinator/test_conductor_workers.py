@@ -10,7 +10,9 @@ from shoal.coordinator.sessions import Session
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto.types_pb2 import STATE_PART_MOMENTS, STATE_PART_WEIGHTS
 
-from .fake_swarm import TICK_S, FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import TICK_S, FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines, say_farewell
 
 

@@ -7,7 +7,9 @@ from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.state import replay
 from shoal.coordinator.timeline import Timeline
 
-from .fake_swarm import FakeSwarm, make_run, reference
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 from .swarm_checks import kinds, lines, untermed
 
 STEPS = 230

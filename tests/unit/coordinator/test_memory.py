@@ -11,7 +11,8 @@ from shoal.coordinator import history, members
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.sqlite_store import SqliteEventStore
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 
 _SLACK_BYTES = 60_000
 

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run, reference
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 from .test_conductor_property import check
 
 STEPS = 6

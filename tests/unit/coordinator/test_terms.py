@@ -8,7 +8,8 @@ from shoal.protocol.errors import RecordError, TermError
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.version import PROTOCOL_VERSION
 
-from .fake_swarm import FakeNode, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
 from .rival_swarm import RivalSwarm, Side
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .fake_swarm import make_run
+from .fake_run import make_run
 from .rival_swarm import RivalSwarm, disturbances
 
 STEPS = 4

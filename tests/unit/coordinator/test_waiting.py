@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.step_runner import Phase
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import in_step
 from .test_conductor_property import do, events, shapes
 
