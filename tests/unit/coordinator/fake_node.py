@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node of a fake swarm: its sessions with a coordinator, and what can happen at it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.sessions import Session
 from shoal.protocol.errors import StorageError, TermError
 from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.version import PROTOCOL_VERSION
 
-from .fake_disk import MemoryPromises
 from .fake_holder import copied_part
 from .fake_member import FakeMember
 
@@ -22,10 +21,8 @@ if TYPE_CHECKING:
 class FakeNode(FakeMember):
     def __init__(self, swarm: "FakeSwarm", peer_id: PeerId) -> None:
         super().__init__(swarm, peer_id)
-        self.conductor: Conductor | None = None  # whom it is attached to, or asks
         self.greeted: pb.Hello | None = None
         self.term = 0
-        self.promises = MemoryPromises(swarm.run.run_id)
         self.dtype = swarm.dtype
         self.done: str | None = None  # why it was dismissed for good
         self.left_s = 0.0
@@ -105,36 +102,35 @@ class FakeNode(FakeMember):
 
     # ---- what can happen at this node ----------------------------------------------------
 
-    def actions(self) -> list[Callable[[], None]]:
+    def actions(self) -> Iterator[Callable[[], None]]:
+        """In a fixed order, each looked for only when it is asked for."""
         if self.frozen:
-            return []
-        found: list[Callable[[], None]] = []
+            return
         if self.session is not None and self.may_obey(self.session):
-            found.append(self.obey)
+            yield self.obey
         if self.session is not None and self.events:
-            found.append(self.report)
+            yield self.report
         if self.session is None and self.done is None:
             if self.greeted is None and self.swarm.now_s >= self.retry_s:
-                found.append(self.attach)
+                yield self.attach
             elif self.greeted is not None and self.is_asked():
-                found.append(self.promise_and_attach)
+                yield self.promise_and_attach
         if self.copying is not None and self.has_answer(
             self.copying.source, self.copying.step, copied_part(self.copying), self.copying.donors
         ):
-            found.append(self.finish_copy)
+            yield self.finish_copy
         for part, pull in self.pulls.items():
             if self.has_answer(pb.STATE_SOURCE_PEER, pull.step, part, pull.donors):
-                found.append(lambda part=part: self.finish_pull(part))  # type: ignore[misc]
+                yield partial(self.finish_pull, part)
         if self.uploads:
-            found.append(self.upload)
+            yield self.upload
         if not self.mute and self.can_compute():
-            found.append(self.compute)
-        return found
+            yield self.compute
 
     def may_obey(self, session: Session) -> bool:
         """As the service does it: a command is held back until what it follows from is in the
         log, the session's end is not."""
-        queued = list(session.outbox._queue)  # type: ignore[attr-defined]
+        queued = session.outbox._queue  # type: ignore[attr-defined]
         conductor = self.conductor
         assert conductor is not None
         return bool(queued) and (queued[0] is None or conductor.can_announce.is_set())

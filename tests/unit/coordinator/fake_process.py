@@ -4,11 +4,12 @@
 from collections import deque
 from typing import TYPE_CHECKING
 
+from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.sessions import Session
 from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_disk import BoundaryLog
+from .fake_disk import BoundaryLog, MemoryPromises
 
 if TYPE_CHECKING:
     from .fake_swarm import FakeSwarm
@@ -18,9 +19,11 @@ class FakeProcess:
     def __init__(self, swarm: "FakeSwarm", peer_id: PeerId) -> None:
         self.swarm = swarm
         self.peer_id = peer_id
+        self.conductor: Conductor | None = None  # whom it is attached to, or asks
         self.session: Session | None = None
         self.events: deque[pb.NodeEvent] = deque()
         self.frozen = False
+        self.promises = MemoryPromises(swarm.run.run_id)
         # One incarnation.
         self.incarnation = 0
         self.members: dict[int, int] = {}  # incarnation -> stage

@@ -6,7 +6,8 @@ changes every later digest. Nothing happens by itself: `actions` lists what can 
 the test (or `settle`, in a fixed order) chooses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from shoal.coordinator.conductor import Conductor
@@ -20,11 +21,16 @@ from shoal.protocol.spec import ResolvedRun
 
 from .fake_attempt import Spoil
 from .fake_disk import BoundaryLog, FakeSnapshots
+from .fake_member import FakeMember
 from .fake_network import Message, oldest_of_each_channel
 from .fake_node import FakeNode
 from .fake_run import AUTHORITY
 
 TICK_S = 0.2
+
+
+class StillWaiting(AssertionError):
+    """What a test waited for did not happen in time."""
 
 
 class FakeSwarm:
@@ -66,7 +72,7 @@ class FakeSwarm:
     def on_promise(self, node: FakeNode, promise: pb.Promise) -> None:
         """A node has answered a coordinator."""
 
-    def on_commit(self, node: FakeNode, commit: pb.Commit) -> None:
+    def on_commit(self, node: FakeMember, commit: pb.Commit) -> None:
         """A node is about to apply a step."""
 
     def join(self) -> FakeNode:
@@ -116,20 +122,20 @@ class FakeSwarm:
 
     # ---- what can happen -----------------------------------------------------------------
 
-    def actions(self) -> list[Callable[[], None]]:
-        """Everything that can happen now; the order is fixed."""
-        found = [action for node in list(self.nodes.values()) for action in node.actions()]
+    def actions(self) -> Iterator[Callable[[], None]]:
+        """Everything that can happen now, in a fixed order. Take one only: it changes the rest."""
+        for node in self.nodes.values():
+            yield from node.actions()
         for message in oldest_of_each_channel(self.messages):
             receiver = self.by_incarnation(message.receiver)
             sender = self.by_incarnation(message.sender)
             if receiver is None or sender is None:
-                found.append(lambda m=message: self.messages.remove(m))  # type: ignore[misc]
+                yield partial(self.messages.remove, message)
             elif not (receiver.frozen or sender.frozen) and receiver.knows(message.sender):
-                found.append(lambda m=message: self.deliver(m))  # type: ignore[misc]
+                yield partial(self.deliver, message)
         for peer_id in self.conductor.missing_holders():
             if peer_id not in self.nodes:  # its address refuses the connection
-                found.append(lambda p=peer_id: self.conductor.process_gone(p))  # type: ignore[misc]
-        return found
+                yield partial(self.conductor.process_gone, peer_id)
 
     def deliver(self, message: Message) -> None:
         self.messages.remove(message)
@@ -173,7 +179,7 @@ class FakeSwarm:
         for _ in range(max_actions):
             if until():
                 return True
-            action = next(iter(self.actions()), None)
+            action = next(self.actions(), None)
             if action is None:
                 return False
             action()
@@ -190,7 +196,7 @@ class FakeSwarm:
         deadline_s = self.now_s + within_s
         while not self.settle(until):
             if self.now_s > deadline_s:
-                raise AssertionError(
+                raise StillWaiting(
                     f"not within {within_s} s; step {self.conductor.state.step}, "
                     f"{self.conductor.phase}, waiting for {self.conductor.waiting_for!r}"
                 )

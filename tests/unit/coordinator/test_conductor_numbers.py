@@ -548,7 +548,7 @@ def test_whatever_goes_wrong_a_step_ends_in_a_commit_or_in_a_pause(
         state = swarm.conductor.state
         if swarm.conductor.ended or state.paused is not None:
             break
-        actions = swarm.actions()
+        actions = list(swarm.actions())
         if actions:
             choice = order[number] if number < len(order) else number * 7919
             actions[choice % len(actions)]()

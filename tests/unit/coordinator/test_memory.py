@@ -33,7 +33,7 @@ def drive(swarm: FakeSwarm, to_step: int) -> None:
             node.commands_seen.clear()
 
 
-def used(swarm: FakeSwarm) -> int:
+def used(swarm: "LongSwarm") -> int:
     """Bytes in use right after a compaction, when the log is as short as it gets."""
     compacted = swarm.history_steps
     while swarm.history_steps == compacted:
