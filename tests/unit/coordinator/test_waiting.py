@@ -81,7 +81,6 @@ def test_nodes_that_have_yet_to_apply_a_step_are_named() -> None:
     swarm.settle()
     late.frozen = False
     session = swarm.conductor.sessions[late.peer_id]
-    swarm.now_s += 0.0
     for _ in range(60):
         session.last_heard_s = swarm.now_s
         late.frozen = True
