@@ -213,7 +213,7 @@ def test_wrong_moments_are_found_by_the_first_step_that_they_make(
     for node in swarm.nodes.values():
         node.corrupt_moments = 5
     joiner = joined(swarm)
-    swarm.run_until(lambda: "set back" in kinds(swarm))
+    swarm.run_until(lambda: "set_back" in kinds(swarm))
     assert "the stage's are" in lines(swarm)
     for node in swarm.nodes.values():
         node.corrupt_moments = 0
@@ -232,7 +232,7 @@ def test_a_worker_that_does_not_keep_up_is_set_back_and_the_run_goes_on(
     joiner.slow_parts.add(STATE_PART_WEIGHTS)
     swarm.run_until(lambda: "the weights of step" in swarm.conductor.waiting_for)
     waiting_since_s = swarm.now_s
-    swarm.run_until(lambda: "set back" in kinds(swarm))
+    swarm.run_until(lambda: "set_back" in kinds(swarm))
     assert swarm.now_s - waiting_since_s < LEAST_S + 10 * TICK_S
     before = swarm.conductor.state.step
     swarm.run_until(lambda: swarm.conductor.state.step == before + 5)
