@@ -8,7 +8,9 @@ from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.proto import types_pb2
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines
 
 # ---- nodes that misbehave ----------------------------------------------------------------

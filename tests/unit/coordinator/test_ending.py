@@ -9,7 +9,7 @@ from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.version import PROTOCOL_VERSION
 
-from .fake_swarm import make_run
+from .fake_run import make_run
 from .rival_swarm import RivalSwarm
 from .test_terms import four_replicas, nodes_of, side
 

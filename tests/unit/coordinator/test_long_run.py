@@ -3,12 +3,16 @@
 
 import pytest
 
+from shoal.coordinator import compaction, conductor
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.state import replay
 from shoal.coordinator.timeline import Timeline
+from shoal.protocol.errors import DiskFullError
 from shoal.protocol.proto.types_pb2 import STATE_PART_WEIGHTS
 
-from .fake_swarm import FakeSwarm, make_run, reference
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 from .swarm_checks import kinds, lines, untermed
 
 STEPS = 230
@@ -139,8 +143,6 @@ def test_a_full_disk_puts_compaction_off_and_nothing_else() -> None:
 
     def compaction_never_fits(records: list[object]) -> None:
         if records and getattr(records[0], "kind", "") == "compacted":
-            from shoal.protocol.errors import DiskFullError
-
             raise DiskFullError("no room")
         real(records)  # type: ignore[arg-type]
 
@@ -154,8 +156,6 @@ def test_a_full_disk_puts_compaction_off_and_nothing_else() -> None:
 
 
 def test_without_snapshots_records_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.coordinator import compaction, conductor
-
     monkeypatch.setattr(compaction, "MAX_STEPS", 70)
     monkeypatch.setattr(conductor, "MAX_STEPS", 70)
     swarm = long_run(snapshot_every=10_000)

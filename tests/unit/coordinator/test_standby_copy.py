@@ -20,7 +20,8 @@ from shoal.protocol.join_link import JoinLink
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.spec import ShardRef
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 
 TOKENS = bytes(2000)
 
