@@ -102,7 +102,7 @@ class StageWorker:
     def _graphs_kept(self) -> int:
         """Graphs to keep between forward and backward: what the spec says, or memory allows."""
         spec = self.run.spec
-        shape = boundary_shape(spec)
+        shape = self._boundary.wire_shape(boundary_shape(spec))
         window = in_flight_window(self.spec.stage, self.spec.num_stages)
         return {
             "always": 0,
@@ -112,8 +112,8 @@ class StageWorker:
                 self.spec,
                 self._device.memory_bytes,
                 window=window,
-                forward_bytes=self._boundary.forward.encoded_bytes(shape),
-                backward_bytes=self._boundary.backward.encoded_bytes(shape),
+                forward_bytes=self._boundary.forward.max_encoded_bytes(shape),
+                backward_bytes=self._boundary.backward.max_encoded_bytes(shape),
             ),
         }[spec.pipeline.recompute]
 
