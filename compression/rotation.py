@@ -17,7 +17,7 @@ def hadamard_rows(rows: Tensor) -> Tensor:
     num_rows, size = rows.shape
     assert size & (size - 1) == 0, "a power of two"
     # Transposed, every butterfly is over long contiguous stretches.
-    current = rows.t().contiguous()
+    current = rows.t().clone(memory_format=torch.contiguous_format)  # also of a single row
     other = torch.empty_like(current)
     half = 1
     while half < size:
