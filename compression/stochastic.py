@@ -71,7 +71,7 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def _multiples(count: int, device: torch.device) -> Tensor:
     """i · γ for i < count. Chunks of a tensor share a few lengths; callers only read it."""
     return torch.arange(count, dtype=torch.int64, device=device) * _signed(GAMMA)

@@ -148,6 +148,15 @@ def test_whole_levels_are_never_moved_by_stochastic_rounding() -> None:
     assert torch.equal(through(int8(255, rounding="stochastic"), tensor, BACKWARD), tensor)
 
 
+def test_largest_value_never_rounds_beyond_the_largest_code() -> None:
+    """Its quotient may be 127 and one bit more; the largest random number then makes it 128."""
+    candidates = torch.rand(1000, generator=torch.Generator().manual_seed(6)) + 1
+    over = candidates[candidates / (candidates / 127) > 127]
+    tensor = torch.cat([over[0].repeat(1 << 18), -over[0].repeat(1 << 18)])
+    codes = int8(64).encode(tensor, BACKWARD)[4 * (1 << 13) :].cast("b")
+    assert set(codes.tolist()) == {127, -127}
+
+
 def test_another_microbatch_rounds_otherwise_and_the_same_one_alike() -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     other = dataclasses.replace(BACKWARD, microbatch=1)
