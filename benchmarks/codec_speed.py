@@ -29,7 +29,7 @@ SPECS = (
     "int4:c", "int4:rot", "int4:rot:sr", "fp8", "topk:10%", "shuffle", "zstd:3", "shuffle|zstd:1",
     "shuffle|zstd:3", "shuffle|lz4", "int8:rn|zstd:3", "int4:rn|zstd:3",
 )  # fmt: skip
-SHAPE = (4, 512, 1024)
+SHAPE = (2, 512, 1024)
 BASELINE = "bf16"
 
 

@@ -75,9 +75,9 @@ class Blocks:
         covered = self.length - self.rest
         body, tail = torch.split(ordered, [self.lines * covered, self.lines * self.rest])
         out = torch.empty_like(ordered)
-        lines = out.view(self.length, self.lines).t()
-        lines[:, :covered].copy_(body.view(self.lines, covered))
-        lines[:, covered:].copy_(tail.view(self.lines, self.rest))
+        tokens = out.view(self.length, self.lines)  # transposed this way round, copies are fast
+        tokens[:covered].copy_(body.view(self.lines, covered).t())
+        tokens[covered:].copy_(tail.view(self.lines, self.rest).t())
         return out
 
     def chunks(self, device: torch.device) -> Iterator["Chunk"]:

