@@ -22,7 +22,6 @@ int4 as q + 8, from 1 to 15 (0 is never written), two a byte, the first in the l
 the last half of an odd number. Body first, then tail.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,8 +84,8 @@ class IntegerCodec(Quantizer):
 
     _width: _Width
 
-    def __init__(self, grid: Grid | None = None, **parameters: object) -> None:
-        self.grid = grid or dataclasses.replace(Grid(), **parameters)  # type: ignore[arg-type]
+    def __init__(self, grid: Grid | None = None) -> None:
+        self.grid = grid or Grid()
         size = self.grid.block
         assert MIN_BLOCK <= size <= MAX_BLOCK
         assert not self.grid.rotated or (size <= MAX_ROTATED_BLOCK and size & (size - 1) == 0)
@@ -205,8 +204,8 @@ class Int4Codec(IntegerCodec):
 
     _width = _INT4
 
-    def __init__(self, grid: Grid | None = None, **parameters: object) -> None:
-        super().__init__(grid, **parameters)
+    def __init__(self, grid: Grid | None = None) -> None:
+        super().__init__(grid)
         assert self.grid.block % 2 == 0, "else a byte belongs to two chunks"
 
     def _code_bytes(self, count: int) -> int:
