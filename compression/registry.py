@@ -41,12 +41,6 @@ class Boundary:
     learned: LearnedSpec | None = None
     """What narrows the tensor before `forward` and `backward` see it."""
 
-    def wire_shape(self, hidden: Sequence[int]) -> tuple[int, ...]:
-        """Of the residual stream's shape [B, T, dim]: what is encoded, [B, T, width]."""
-        if self.learned is None:
-            return tuple(hidden)
-        return (*hidden[:-1], self.learned.width)
-
 
 @dataclass(frozen=True, slots=True)
 class _Chain:

@@ -141,8 +141,7 @@ def check_run(
         update={"model": spec.model.model_copy(update={"vocab_size": vocab_size})}
     )
     boundary = check_boundary(spec)
-    dense = costs.boundary_shape(spec)
-    shape = boundary.wire_shape(dense)
+    shape = costs.boundary_shape(spec)
     estimate = _Estimate(
         spec=spec,
         hardware=hardware,
@@ -178,8 +177,8 @@ def check_run(
         boundary_bytes_per_step=costs.boundary_bytes_per_step(
             spec, estimate.forward_bytes, estimate.backward_bytes
         ),
-        ratio_bf16=2 * 2 * math.prod(dense) / encoded_bytes,
-        ratio_fp32=2 * 4 * math.prod(dense) / encoded_bytes,
+        ratio_bf16=2 * 2 * math.prod(shape) / encoded_bytes,
+        ratio_fp32=2 * 4 * math.prod(shape) / encoded_bytes,
         tokens_per_step=spec.tokens_per_step,
         step_s=step_s,
         reduce_s=reduce_s,

@@ -70,7 +70,7 @@ class BoundaryFetch:
         self._logs = list(logs)
         self._boundary = boundary
         self._credentials = credentials
-        self._shape = boundary.wire_shape(boundary_shape(run.spec))
+        self._shape = boundary_shape(run.spec)
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> "BoundaryFetch":

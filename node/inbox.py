@@ -71,8 +71,7 @@ class BoundaryInbox:
         self._swarm = swarm
         self._device = device
         model, batch = run.spec.model, run.spec.batch
-        hidden = (batch.microbatch_size, model.seq_len, model.dim)
-        self._shape = boundary.wire_shape(hidden)
+        self._shape = (batch.microbatch_size, model.seq_len, model.dim)
         validation = run.spec.validation.microbatches if run.spec.validation.every else 0
         self._max_microbatches = batch.microbatches + validation
         self._step = committed_step

@@ -23,7 +23,7 @@ class LoggedBoundaries:
         self._run = run
         self._log = log
         self._boundary = parse_boundary(run.spec.pipeline.boundary)
-        self._shape = self._boundary.wire_shape(boundary_shape(run.spec))
+        self._shape = boundary_shape(run.spec)
 
     async def frames(self, request: peer_pb2.BoundaryRequest) -> AsyncIterator[bytes]:
         """Serialized frames of those asked-for tensors that the log has, one tensor in memory at a

@@ -102,7 +102,7 @@ class StageWorker:
     def _graphs_kept(self) -> int:
         """Graphs to keep between forward and backward: what the spec says, or memory allows."""
         spec = self.run.spec
-        shape = self._boundary.wire_shape(boundary_shape(spec))
+        shape = boundary_shape(spec)
         window = in_flight_window(self.spec.stage, self.spec.num_stages)
         return {
             "always": 0,

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boundary tensors: what the plan admits, what is parked, and when it is handed over."""
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from shoal.compression.codec import CodecContext
-from shoal.compression.learned.specs import LearnedSpec
 from shoal.compression.registry import parse_boundary
 from shoal.node.inbox import BoundaryInbox, BoundaryTensor
 from shoal.node.swarm_view import SwarmView
@@ -157,16 +155,6 @@ def test_length_that_depends_on_the_data_is_admitted_up_to_the_codecs_bound(
     for length in (0, most + 1, 2**63):
         with pytest.raises(OversizedStreamError, match=f"1 to {most}"):
             inbox.admit(header(codec=codec.spec, payload_bytes=length), UP)
-
-
-def test_learned_codec_narrows_what_is_admitted(swarm: SwarmView) -> None:
-    narrow = LearnedSpec("narrow:2", width=2)
-    boundary = dataclasses.replace(BOUNDARY, learned=narrow)
-    run = resolved_run()
-    inbox = BoundaryInbox(run, run.stage(1), boundary, swarm, torch.device("cpu"), COMMITTED)
-    assert inbox.admit(header(shape=(2, 3, 2)), UP) == 2 * 2 * 3 * 2
-    with pytest.raises(WrongShapeError):
-        inbox.admit(header(), UP)
 
 
 @pytest.mark.parametrize(
