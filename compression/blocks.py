@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.compression.codec import element_count
 
-_CPU_CHUNK = 1 << 15
+_CPU_CHUNK = 1 << 17
 """Values worked on at once on a CPU, so that what lies between two passes stays in its cache."""
 _DEVICE_CHUNK = 1 << 24
 
