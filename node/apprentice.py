@@ -8,7 +8,7 @@ forward with the sums. Then it is promoted: it applies the next step itself.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -60,6 +60,8 @@ class Apprentice:
         self._send = send
         self._on_trouble = on_trouble
         self._catch_up: CatchUp | None = None
+        self._projections: dict[int, Mapping[str, torch.Tensor]] = {}
+        """By step that `_catch_up` holds, what its moments need of the weights before it."""
         self._moments_step: int | None = None
         self._committed = worker.runtime.step
         self._advancing = asyncio.Lock()
@@ -81,6 +83,7 @@ class Apprentice:
         """A step that this node can't apply. Raises `CapacityError` or `StorageError`."""
         self._committed = commit.step
         if self._catch_up is not None:
+            self._projections[commit.step] = await self._worker.projections()
             await self._catch_up.append(commit, totals)
 
     async def pull(self, command: coordinator_pb2.Pull) -> None:
@@ -92,6 +95,7 @@ class Apprentice:
         if part == STATE_PART_MOMENTS:
             if self._catch_up is not None:
                 self._catch_up.close()
+            self._projections.clear()
             self._moments_step = None
             self._catch_up = CatchUp(self._scratch)
         self._tasks[part] = asyncio.create_task(self._pull(command))
@@ -172,7 +176,8 @@ class Apprentice:
                         f"{catch_up.steps[:4]}; this node warms up again"
                     )
                 commit, totals = await catch_up.pop()
-                await self._worker.advance_moments(totals, commit)
+                projections = self._projections.pop(commit.step, {})
+                await self._worker.advance_moments(totals, commit, projections)
                 self._moments_step = commit.step
             if self._committed > runtime.step:
                 return  # once the weights after that step are here

@@ -26,6 +26,7 @@ from shoal.node.reduce_inbox import ReduceInbox
 from shoal.node.stage_worker import Computed, StageWorker
 from shoal.node.step_work import LeaseFacts, Push, StepWork
 from shoal.node.swarm_view import SwarmView
+from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
     NonFiniteError,
     NonFiniteLossError,
@@ -303,7 +304,7 @@ class StageMember:
         self._reports.numbers(error, microbatch, leg)
 
     def _push(self, pushes: Sequence[Push[memoryview]]) -> None:
-        shape = self._boundary_shape()
+        shape = boundary_shape(self._run.spec)
         for push in pushes:
             member = self._swarm.member(push.to)
             if member is None:
@@ -329,10 +330,6 @@ class StageMember:
             pushed = self.links.push(member, header, push.payload)
             if push.direction == "forward":
                 self._reach_once_acknowledged(Moment.FORWARD_SENT, pushed, self._step)
-
-    def _boundary_shape(self) -> tuple[int, int, int]:
-        spec = self._run.spec
-        return (spec.batch.microbatch_size, spec.model.seq_len, spec.model.dim)
 
     def _reach_once_acknowledged(
         self, moment: Moment, pushed: "asyncio.Future[None]", step: int
