@@ -6,8 +6,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shoal.compression.learned.first_values import subspace_basis, subspace_table
-from shoal.compression.learned.frozen import gaussian, orthonormal
+from shoal.compression.learned.first_values import (
+    anchor_basis,
+    fixed_projection,
+    static_anchors,
+    subspace_basis,
+    subspace_table,
+)
 from shoal.compression.learned.halves import ReceiverHalf, SenderHalf, StageHalves
 from shoal.compression.learned.linear import LinearReceiver, LinearSender
 from shoal.compression.learned.mapl import (
@@ -27,7 +32,7 @@ from shoal.compression.learned.resbm import (
 )
 from shoal.compression.learned.subspace import SubspaceReceiver, SubspaceSender
 from shoal.protocol.learned import LearnedSpec, LinearSpec, MaplSpec, ResbmSpec, SubspaceSpec
-from shoal.protocol.learned_tensors import has_projection, projection_name
+from shoal.protocol.learned_tensors import has_projection
 from shoal.protocol.spec import ModelSpec, StageSpec
 
 
@@ -102,7 +107,7 @@ def _mapl(
         if is_trainable:
             return torch.zeros(dim, learned.width, device=device)
         with torch.device("cpu"):
-            frozen = orthonormal(seed, projection_name(boundary), dim, learned.width)
+            frozen = fixed_projection(learned, boundary, seed=seed, dim=dim)
         return frozen.to(device)
 
     receiver = sender = None
@@ -125,13 +130,10 @@ def _anchors(
     with torch.device("cpu"):
         match learned.anchors:
             case "factorized":
-                rank = learned.anchor_rank(dim)
-                rows = orthonormal(seed, f"anchors.{stage}.basis", dim, rank).T.contiguous()
-                return FactorizedAnchors(vocab, rows).to(device)
+                basis = anchor_basis(learned, stage, seed=seed, dim=dim)
+                return FactorizedAnchors(vocab, basis).to(device)
             case "full":
                 return FullAnchors(vocab, dim).to(device)
             case "static":
-                name = "model.embed_tokens.weight"
-                table = gaussian(seed, name, (vocab, dim), std=model.init_std)
-                return FrozenTable(table).to(device)
+                return FrozenTable(static_anchors(model, seed=seed)).to(device)
     return None

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from shoal.compression.learned.frozen import gaussian, orthonormal
-from shoal.protocol.learned import LearnedSpec, LinearSpec, SubspaceSpec
+from shoal.protocol.learned import LearnedSpec, LinearSpec, MaplSpec, SubspaceSpec
 from shoal.protocol.learned_tensors import is_projection, projection_name
+from shoal.protocol.spec import ModelSpec
 
 _HALF = re.compile(r"boundary\.(\d+)\.(encoder|decoder)\.0\.weight")
 
@@ -42,6 +43,23 @@ def subspace_basis(learned: SubspaceSpec, *, seed: int, dim: int) -> Tensor:
 def subspace_table(*, seed: int, vocab_size: int, dim: int) -> Tensor:
     """T_fix [V, D], N(0, 1): the frozen part of a subspace network's embedding."""
     return gaussian(seed, "subspace.table", (vocab_size, dim))
+
+
+def fixed_projection(learned: MaplSpec, boundary: int, *, seed: int, dim: int) -> Tensor:
+    """A [D, R] of a boundary whose projection never learns."""
+    return orthonormal(seed, projection_name(boundary), dim, learned.width)
+
+
+def anchor_basis(learned: MaplSpec, stage: int, *, seed: int, dim: int) -> Tensor:
+    """P [r, D] of a stage's factorized anchors."""
+    columns = orthonormal(seed, f"anchors.{stage}.basis", dim, learned.anchor_rank(dim))
+    return columns.T.contiguous()
+
+
+def static_anchors(model: ModelSpec, *, seed: int) -> Tensor:
+    """[V, D], of the whole run: the embedding's first value, so that the stream begins with it."""
+    name = "model.embed_tokens.weight"
+    return gaussian(seed, name, (model.vocab_size, model.dim), std=model.init_std)
 
 
 def _subspace_embedding(learned: SubspaceSpec, *, seed: int, vocab_size: int, dim: int) -> Tensor:
