@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's newest snapshot as a Hugging Face LLaMA folder, which transformers loads as it is. Where a
-learned codec is part of the model, it refuses the folder instead (export_learned.py).
+"""A run's newest snapshot as a Hugging Face LLaMA folder, which transformers loads as it is. Where
+a learned codec is part of the model, it refuses the folder (export_learned.py).
 
 The run folder: run.json (canonical JSON of the resolved run), tokenizer.json, snapshots/.
 """

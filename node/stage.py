@@ -26,26 +26,23 @@ import torch
 from torch import Tensor
 
 from shoal.compression.learned.build import build_halves
-from shoal.compression.learned.subspace import project_back, writes_residual
-from shoal.node.digest import digest_tensors, tensor_digest
-from shoal.node.fixed_point import Accumulator, combine, largest, squared_norms, to_gradient
-from shoal.node.model.initialise import initial_tensor
+from shoal.node.digest import tensor_digest
+from shoal.node.fixed_point import Accumulator, combine, largest, squared_norms
 from shoal.node.model.loss import summed_loss
 from shoal.node.model.transformer import build_stage_model
-from shoal.node.optimizer import advance, update
+from shoal.node.stage_state import StageState, check_shape
 from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
     NonFiniteError,
     NonFiniteLossError,
     ProtocolError,
     WrongLeaseError,
-    WrongShapeError,
     WrongStepError,
 )
 from shoal.protocol.learned import learned_codec
 from shoal.protocol.spec import ResolvedRun
-from shoal.protocol.tensors import mirrored_tensors, stage_tensors
-from shoal.protocol.update_rules import KINDS, update_rule
+from shoal.protocol.tensors import mirrored_tensors
+from shoal.protocol.update_rules import KINDS
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 
@@ -103,23 +100,19 @@ class StageRuntime:
         """The next gradient shall be NaN: a fault on order (protocol/faults.py)."""
 
         spec = run.spec
-        self._learned = learned_codec(spec.pipeline.boundary)
+        learned = learned_codec(spec.pipeline.boundary)
         self._width = boundary_shape(spec)[-1]
-        self._halves = build_halves(
-            self._learned, spec.model, self.spec, seed=spec.seed, device=device
-        )
-        self._model = build_stage_model(spec.model, self.spec, device=device, halves=self._halves)
-        tensors = stage_tensors(spec.model, self.spec, self._learned)
-        named = dict(self._model.named_parameters())
-        assert {t.name: t.shape for t in tensors} == {n: tuple(p.shape) for n, p in named.items()}
-        self._parameters = [named[tensor.name] for tensor in tensors]
-        self._rules = {tensor.name: update_rule(spec, tensor) for tensor in tensors}
-        self.weights = {t.name: named[t.name].detach() for t in tensors}
-        self.exp_avg = self._zeros("exp_avg")
-        self.exp_avg_sq = self._zeros("exp_avg_sq")
-        self.names = tuple(self.weights)
-        self.numels = tuple(w.numel() for w in self.weights.values())
-        self.mirrored = self._slices(mirrored_tensors(self.spec, self._learned))
+        halves = build_halves(learned, spec.model, self.spec, seed=spec.seed, device=device)
+        self._needs_tokens = halves.side is not None and not self.spec.is_first
+        self._model = build_stage_model(spec.model, self.spec, device=device, halves=halves)
+        self._state = StageState(run, self.spec, self._model, halves.constraint)
+        self.weights = self._state.weights
+        self.exp_avg, self.exp_avg_sq = self._state.exp_avg, self._state.exp_avg_sq
+        self.names, self.numels = self._state.names, self._state.numels
+        mirrored = mirrored_tensors(self.spec, learned)
+        self._foreign = mirrored.get(self.spec.stage - 1)
+        """What the stage before this one reports the norm of."""
+        self.mirrored = self._slices(mirrored)
         """By boundary, which part of `sums` belongs to a parameter that the stage on the other side
         holds too."""
         self._accumulator = Accumulator(
@@ -136,19 +129,7 @@ class StageRuntime:
 
     def initialise(self) -> None:
         """The state at step 0: a function of the run's seed and the tensors' names."""
-        spec = self.run.spec
-        learned = self._learned if self.spec.num_stages > 1 else None
-        for key, tensor in self._named_state().items():
-            kind, _, name = key.partition("/")
-            if kind != "weights":
-                tensor.zero_()
-                continue
-            tensor.copy_(
-                initial_tensor(
-                    name, tensor.shape, seed=spec.seed, model=spec.model, learned=learned
-                )
-            )
-            self._constrain(name)
+        self._state.initialise()
         self._restart(step=0)
 
     def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
@@ -157,48 +138,34 @@ class StageRuntime:
         Raises `WrongShapeError` for missing or unknown names and for other shapes or dtypes, and
         then changes nothing.
         """
-        self._load(tensors, KINDS)
+        self._state.load(tensors, KINDS)
         self._restart(step=step)
-
-    def _load(self, tensors: Mapping[str, Tensor], kinds: Sequence[str]) -> None:
-        own = {k: t for k, t in self._named_state().items() if k.partition("/")[0] in kinds}
-        if set(own) != set(tensors):
-            odd = sorted(set(own) ^ set(tensors))
-            raise WrongShapeError(
-                f"state of stage {self.spec.stage}: {len(odd)} tensors missing or unknown, "
-                f"such as {odd[0]!r}; it belongs to another stage or run"
-            )
-        for key, tensor in tensors.items():
-            _check_shape(f"state tensor {key!r}", tensor, own[key].shape, torch.float32)
-        for key, tensor in tensors.items():
-            own[key].copy_(tensor)
 
     def load_weights(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """The weights after `step` committed steps; the moments stay as they are. Raises as
         `load_state`."""
-        self._load(tensors, ("weights",))
+        self._state.load(tensors, ("weights",))
         self._restart(step=step)
 
     def load_moments(self, tensors: Mapping[str, Tensor]) -> None:
         """Both moments, of any step; the weights stay as they are. Raises as `load_state`."""
-        self._load(tensors, ("exp_avg", "exp_avg_sq"))
+        self._state.load(tensors, ("exp_avg", "exp_avg_sq"))
 
     def state_tensors(self, kinds: Sequence[str] = KINDS) -> dict[str, Tensor]:
         """CPU copies, keyed "weights/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME"."""
         return {
             key: t.to("cpu", copy=True)
-            for key, t in self._named_state().items()
+            for key, t in self._state.tensors().items()
             if key.partition("/")[0] in kinds
         }
 
     def weights_digest(self) -> int:
-        return digest_tensors(self.weights.items())
+        return self._state.digest()
 
     @property
     def memory(self) -> int:
         """Bytes of weights, moments and sums; graphs in flight come on top."""
-        state = sum(t.nbytes for t in self._named_state().values())
-        return state + self.sums.nbytes
+        return self._state.memory + self.sums.nbytes
 
     # ---- a step's microbatches -----------------------------------------------------------
 
@@ -252,7 +219,7 @@ class StageRuntime:
             )
         x, output = entry.x, entry.output
         shape = (*x.shape[:2], self._width)
-        _check_shape(f"gradient of microbatch {microbatch}", grad_BTR, shape, torch.float32)
+        check_shape(f"gradient of microbatch {microbatch}", grad_BTR, shape, torch.float32)
         entry.output = None  # autograd frees the graph; a repetition starts from the input
         if output is None:
             output = self._compute(x, entry.tokens_BT)
@@ -336,8 +303,8 @@ class StageRuntime:
         is mirrored counts once in the run: the stage after the boundary leaves it out."""
         self._check_totals(totals)
         norms = squared_norms(totals, self.numels, self._scale_exponent, num_tokens)
-        foreign = mirrored_tensors(self.spec, self._learned).get(self.spec.stage - 1)
-        return [norm for name, norm in zip(self.names, norms, strict=True) if name != foreign]
+        named = zip(self.names, norms, strict=True)
+        return [norm for name, norm in named if name != self._foreign]
 
     @torch.no_grad()
     def apply(
@@ -358,28 +325,20 @@ class StageRuntime:
         self._check_step(step)
         self._check_totals(totals)
         self._in_flight.clear()  # their graphs refer to the old weights
-        for name, part in zip(self.names, torch.split(totals, list(self.numels)), strict=True):
-            shape = self.weights[name].shape
-            gradient = to_gradient(part, scale_exponent, num_tokens, shape)
-            update(
-                self._state_of(name),
-                gradient.mul_(clip_scale).to(self.device),
-                rule=self._rules[name],
-                step=step,
-                lr=learning_rate,
-                spec=self.run.spec.optimizer,
-            )
-            self._constrain(name)
+        self._state.update(
+            totals,
+            step=step,
+            num_tokens=num_tokens,
+            learning_rate=learning_rate,
+            clip_scale=clip_scale,
+            scale_exponent=scale_exponent,
+        )
         self.step = step
 
     def projections(self) -> dict[str, Tensor]:
         """CPU copies of the weights that `advance_moments` needs besides a step's totals, as they
         are before the step. Small, and mostly none."""
-        return {
-            name: self.weights[name].to("cpu", copy=True)
-            for name, rule in self._rules.items()
-            if rule.method == "spel"
-        }
+        return self._state.projections()
 
     @torch.no_grad()
     def advance_moments(
@@ -395,15 +354,13 @@ class StageRuntime:
         caller knows of which step the moments are, and gives the `projections` of the weights
         before it. Raises `WrongShapeError`."""
         self._check_totals(totals)
-        for name, part in zip(self.names, torch.split(totals, list(self.numels)), strict=True):
-            gradient = to_gradient(part, scale_exponent, num_tokens, self.weights[name].shape)
-            advance(
-                self._state_of(name),
-                gradient.mul_(clip_scale).to(self.device),
-                rule=self._rules[name],
-                spec=self.run.spec.optimizer,
-                weights=(projections or {}).get(name),
-            )
+        self._state.advance_moments(
+            totals,
+            num_tokens=num_tokens,
+            clip_scale=clip_scale,
+            scale_exponent=scale_exponent,
+            projections=projections or {},
+        )
 
     # ---- inside --------------------------------------------------------------------------
 
@@ -413,27 +370,6 @@ class StageRuntime:
         self._in_flight.clear()
         self._accumulator.clear()
 
-    def _named_state(self) -> dict[str, Tensor]:
-        groups = {
-            "weights": self.weights,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-        }
-        return {f"{g}/{name}": t for g, tensors in groups.items() for name, t in tensors.items()}
-
-    def _state_of(self, name: str) -> dict[str, Tensor]:
-        state = {"weights": self.weights[name], "exp_avg": self.exp_avg[name]}
-        if name in self.exp_avg_sq:
-            state["exp_avg_sq"] = self.exp_avg_sq[name]
-        return state
-
-    def _zeros(self, kind: str) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros_like(weights)
-            for name, weights in self.weights.items()
-            if kind in self._rules[name].kinds
-        }
-
     def _slices(self, mirrored: Mapping[int, str]) -> dict[int, slice]:
         starts = dict(zip(self.names, accumulate(self.numels, initial=0), strict=False))
         return {
@@ -441,25 +377,21 @@ class StageRuntime:
             for boundary, name in mirrored.items()
         }
 
-    def _constrain(self, name: str) -> None:
-        if self._halves.constraint is not None and writes_residual(name):
-            project_back(name, self.weights[name], self._halves.constraint)
-
     def _own_input(self, x: Tensor) -> Tensor:
         """Checked, on the device, and a leaf of its own graph where it has a gradient."""
         model = self.run.spec.model
         if self.spec.is_first:
-            _check_shape("tokens", x, (*x.shape[:1], model.seq_len), torch.int64)
+            check_shape("tokens", x, (*x.shape[:1], model.seq_len), torch.int64)
             return x.to(self.device)
-        _check_shape("hidden", x, (*x.shape[:1], model.seq_len, self._width), torch.float32)
+        check_shape("hidden", x, (*x.shape[:1], model.seq_len, self._width), torch.float32)
         return x.detach().to(self.device).requires_grad_()
 
     def _own_tokens(self, x: Tensor, tokens_BT: Tensor | None) -> Tensor | None:
         """Checked and on the device, None where the halves need no ids or the input is they."""
-        if self._halves.side is None or self.spec.is_first:
+        if not self._needs_tokens:
             return None
         assert tokens_BT is not None, "every stage of this run reads token ids"
-        _check_shape("tokens", tokens_BT, x.shape[:2], torch.int64)
+        check_shape("tokens", tokens_BT, x.shape[:2], torch.int64)
         return tokens_BT.to(self.device)
 
     @contextmanager
@@ -478,7 +410,7 @@ class StageRuntime:
 
     def _loss(self, x: Tensor, targets_BT: Tensor, tokens_BT: Tensor | None) -> Tensor:
         assert self.spec.is_last, "only the last stage has a loss"
-        _check_shape("targets", targets_BT, x.shape[:2], torch.int64)
+        check_shape("targets", targets_BT, x.shape[:2], torch.int64)
         with self._autocast():
             logits_BTV = self._model(x, tokens_BT)
         return summed_loss(logits_BTV, targets_BT.to(self.device))
@@ -486,7 +418,8 @@ class StageRuntime:
     def _differentiate(
         self, microbatch: int, x: Tensor, output: Tensor, grad_output: Tensor | None
     ) -> Tensor | None:
-        wanted = self._parameters if self.spec.is_first else [*self._parameters, x]
+        parameters = self._state.parameters
+        wanted = parameters if self.spec.is_first else [*parameters, x]
         # Zeros for what this side has no share in: a projection whose sender alone learns it.
         gradients = list(torch.autograd.grad(output, wanted, grad_output, materialize_grads=True))
         if self.poisoned:
@@ -511,16 +444,7 @@ class StageRuntime:
             )
 
     def _check_totals(self, totals: Tensor) -> None:
-        _check_shape("totals", totals, self.sums.shape, torch.int64)
-
-
-def _check_shape(
-    what: str, tensor: Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
-) -> None:
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-        raise WrongShapeError(
-            f"{what} is {tensor.dtype} {tuple(tensor.shape)}, the plan says {dtype} {tuple(shape)}"
-        )
+        check_shape("totals", totals, self.sums.shape, torch.int64)
 
 
 def _check_finite(what: str, tensor: Tensor) -> None:

@@ -26,14 +26,15 @@ def gaussian(seed: int, name: str, shape: tuple[int, ...], *, std: float = 1.0) 
 def orthonormal(seed: int, name: str, rows: int, columns: int) -> Tensor:
     """A matrix with orthonormal columns, uniformly distributed; fp32, `rows` >= `columns`.
 
-    Gram-Schmidt, twice, on a Gaussian matrix.
+    Gram-Schmidt on a Gaussian matrix in fp64; twice where it comes near to square, and so to
+    singular.
     """
     assert rows >= columns, f"{columns} columns of {rows} values can't be orthonormal"
     generator = _generator(seed, name)
     vectors = torch.randn(columns, rows, generator=generator, dtype=torch.float64)
     for i in range(columns):
         vector = vectors[i]
-        for _ in range(2):
+        for _ in range(2 if 2 * columns > rows else 1):
             done = vectors[:i]
             along = _row_sums(done * vector)
             vector = vector - _row_sums((done * along[:, None]).T.contiguous())

@@ -70,7 +70,7 @@ class Trained:
                 if not name.startswith("boundary."):
                     noise = torch.Generator().manual_seed(len(name))
                     weights.add_(torch.randn(weights.shape, generator=noise) * 0.2)
-                stage._constrain(name)
+                stage._state._constrain(name)
             path = folder / "received"
             tensors = {key: t.numpy() for key, t in stage.state_tensors().items()}
             number, digest = stage.spec.stage, stage.weights_digest()
