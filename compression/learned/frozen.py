@@ -9,6 +9,7 @@ normals and LAPACK's factorisations differ between CPUs.
 import hashlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 1 << 20  # part of the definition: another chunk length draws other values
@@ -31,16 +32,17 @@ def orthonormal(seed: int, name: str, rows: int, columns: int) -> Tensor:
     """
     assert rows >= columns, f"{columns} columns of {rows} values can't be orthonormal"
     generator = _generator(seed, name)
-    vectors = torch.randn(columns, rows, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(columns, rows, generator=generator, dtype=torch.float64)
+    passes = 2 if 2 * columns > rows else 1
+    done = torch.zeros(_power_of_two(columns), _power_of_two(rows), dtype=torch.float64)
     for i in range(columns):
-        vector = vectors[i]
-        for _ in range(2 if 2 * columns > rows else 1):
-            done = vectors[:i]
-            along = _row_sums(done * vector)
-            vector = vector - _row_sums((done * along[:, None]).T.contiguous())
-        length = _row_sums((vector * vector)[None])[0].sqrt()
-        vectors[i] = vector / length
-    return vectors.T.to(torch.float32).contiguous()
+        vector = F.pad(drawn[i], (0, done.shape[1] - rows))
+        for _ in range(passes if i else 0):
+            others = done[: _power_of_two(i)]
+            along = _folded(others * vector, dim=1)
+            vector = vector - _folded(others * along, dim=0)[0]
+        done[i] = vector / _folded((vector * vector)[None], dim=1)[0].sqrt()
+    return done[:columns, :rows].T.to(torch.float32).contiguous()
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -48,15 +50,15 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
 
-def _row_sums(matrix: Tensor) -> Tensor:
-    """By halving: the same order everywhere."""
-    width = matrix.shape[1]
-    if width == 0:
-        return matrix.new_zeros(matrix.shape[0])
-    while width > 1:
-        half = width // 2
-        folded = matrix[:, :half] + matrix[:, half : 2 * half]
-        if width % 2:
-            folded = torch.cat((folded, matrix[:, 2 * half : width]), dim=1)
-        matrix, width = folded, half + width % 2
-    return matrix[:, 0]
+def _power_of_two(n: int) -> int:
+    """The least one that isn't smaller."""
+    return 1 << (n - 1).bit_length()
+
+
+def _folded(matrix: Tensor, dim: int) -> Tensor:
+    """Sums along a dimension of a power of two's length, which stays with length 1. By halving:
+    the same order everywhere."""
+    while matrix.shape[dim] > 1:
+        half = matrix.shape[dim] // 2
+        matrix = matrix.narrow(dim, 0, half) + matrix.narrow(dim, half, half)
+    return matrix
