@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/): momentum, orthogonalised.
 
-Momentum is elementwise and rounded operation by operation, as AdamW's (node/optimizer.py). The
-orthogonalisation multiplies matrices in fp32: its bits are those of a kernel class with its number
-of threads, like the forward's, and not of every machine.
+Replicas of a stage must come to the same bits, whatever they compute with. So momentum is
+elementwise and rounded operation by operation, as AdamW's (node/optimizer.py), and the products of
+the orthogonalisation are exact (compression/learned/exact.py): fp64 in place of Jordan's bf16,
+which costs little on a CPU, and time on GPUs that are slow at fp64.
 """
 
 import math
@@ -11,9 +12,11 @@ import math
 import torch
 from torch import Tensor
 
+from shoal.compression.learned.exact import frobenius_norm, odd_polynomial, on_grid
 from shoal.protocol.spec import OptimizerSpec
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Singular values stay below 1.21, norm products below 3.5."""
 _ITERATIONS = 5
 _EPS = 1e-7
 
@@ -52,16 +55,17 @@ def advance_momentum(momentum: Tensor, gradient: Tensor, *, spec: OptimizerSpec)
 @torch.no_grad()
 def orthogonalised(matrix: Tensor) -> Tensor:
     """Nearly the polar factor: singular values between about 0.7 and 1.2, singular vectors kept.
+    fp32, on the matrix's device.
 
     Five quintic Newton-Schulz iterations X ← aX + (bXXᵀ + c(XXᵀ)²)X on the matrix over its
     Frobenius norm, with the smaller side as rows. A new tensor; zero gives zero.
     """
-    a, b, c = _COEFFICIENTS
+    device = torch.device("cpu") if matrix.device.type == "mps" else matrix.device  # has no fp64
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T.contiguous() if is_tall else matrix
-    x = x / (x.norm() + _EPS)
+    x = matrix.to(device, torch.float64)
+    x = x.T.contiguous() if is_tall else x
+    x = on_grid(x / (frobenius_norm(x) + _EPS))
     for _ in range(_ITERATIONS):
-        gram = x @ x.T
-        x = x * a + (gram * b + (gram @ gram) * c) @ x
-    result: Tensor = x.T.contiguous() if is_tall else x
-    return result
+        x = odd_polynomial(x, _COEFFICIENTS)
+    x = x.T.contiguous() if is_tall else x
+    return x.to(matrix.device, torch.float32)

@@ -5,12 +5,15 @@ SPEL (MAPL, arXiv 2606.05484) with the tangent gradient g - A sym(Aᵀg) in an E
 polar factor of the momentum as direction, and the polar factor again as retraction. Polar factors
 come from PolarExpress (arXiv 2505.16932), polished by a Newton-Schulz iteration of order five.
 
-Everything is fp64 on the CPU, whatever the device of the stage, and rounded to fp32 once: the
-two stages that mirror a projection then compute the same bits on CPUs of one class.
+Everything is fp64 on the CPU, whatever the device of the stage, with exact products (exact.py), and
+rounded to fp32 once: the two stages that mirror a projection compute the same bits on any two
+machines.
 """
 
 import torch
 from torch import Tensor
+
+from shoal.compression.learned.exact import frobenius_norm, odd_polynomial, on_grid
 
 MOMENTUM = 0.95
 """The paper gives none."""
@@ -25,7 +28,8 @@ _POLAR_EXPRESS = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-"""Optimal for singular values from 0.001 to 1; smaller ones grow, and reach less than 1."""
+"""Optimal for singular values from 0.001 to 1; smaller ones grow, and reach less than 1. None gets
+above 2, norm products stay below 16."""
 _NEWTON_SCHULZ = (1.875, -1.25, 0.375)
 _POLISH = 3
 _RETRACTION = 7
@@ -36,49 +40,46 @@ _RETRACTION = 7
 def apply_spel(projection: Tensor, momentum: Tensor, gradient: Tensor, *, lr: float) -> None:
     """Update a matrix [D, R] with orthonormal columns, and its momentum, in place. `lr` is at most
     `protocol.learned.MAX_PROJECTION_LR`. fp32 on any device."""
-    a = projection.detach().to("cpu", torch.float64)
-    m = advance_spel_momentum(projection, momentum, gradient)
-    updated = _retracted(a - polar_direction(m) * lr).to(torch.float32)
+    a = projection.detach().to("cpu", torch.float64).T
+    advance_spel_momentum(projection, momentum, gradient)
+    direction = polar_direction(momentum.to("cpu", torch.float64).T)
+    updated = _retracted(a - direction * lr).T.to(torch.float32)
     error = orthogonality_error(updated)
     assert error < MAX_ORTHOGONALITY_ERROR, f"columns are orthonormal but for {error:g}"
     projection.copy_(updated)
 
 
 @torch.no_grad()
-def advance_spel_momentum(projection: Tensor, momentum: Tensor, gradient: Tensor) -> Tensor:
+def advance_spel_momentum(projection: Tensor, momentum: Tensor, gradient: Tensor) -> None:
     """What `apply_spel` does to the momentum, to the same bits, from the projection *before* the
-    step. Returns the momentum in fp64 on the CPU."""
+    step."""
     a, g = (t.detach().to("cpu", torch.float64) for t in (projection, gradient))
+    length = frobenius_norm(g) or 1.0
+    a, g = on_grid(a), on_grid(g / length)
     product = a.T @ g
-    tangent = g - a @ ((product + product.T) * 0.5)
-    momentum.mul_(MOMENTUM).add_((tangent * (1.0 - MOMENTUM)).to(torch.float32).to(momentum.device))
-    return momentum.to("cpu", torch.float64)
+    tangent = (g - a @ on_grid((product + product.T) * 0.5)) * length
+    momentum.mul_(MOMENTUM).add_((tangent * (1.0 - MOMENTUM)).to(momentum.device, torch.float32))
 
 
 def polar_direction(matrix: Tensor) -> Tensor:
     """UVᵀ of the singular value decomposition, for singular values of at least 0.001 of the
-    Frobenius norm; zero gives zero. fp64 [D, R], D >= R."""
-    x = matrix / torch.clamp(matrix.norm() * 1.01, min=1e-300)
+    Frobenius norm; zero gives zero. fp64 [R, D], R <= D."""
+    x = on_grid(matrix / ((frobenius_norm(matrix) or 1.0) * 1.01))
     for coefficients in _POLAR_EXPRESS:
-        x = _iterated(x, coefficients)
+        x = odd_polynomial(x, coefficients)
     for _ in range(_POLISH):
-        x = _iterated(x, _NEWTON_SCHULZ)
+        x = odd_polynomial(x, _NEWTON_SCHULZ)
     return x
 
 
 def _retracted(matrix: Tensor) -> Tensor:
+    matrix = on_grid(matrix)
     for _ in range(_RETRACTION):
-        matrix = _iterated(matrix, _NEWTON_SCHULZ)
+        matrix = odd_polynomial(matrix, _NEWTON_SCHULZ)
     return matrix
 
 
-def orthogonality_error(matrix: Tensor) -> float:
+def orthogonality_error(columns: Tensor) -> float:
     """max |AᵀA - I|."""
-    a = matrix.to(torch.float64)
+    a = columns.to(torch.float64)
     return float((a.T @ a - torch.eye(a.shape[1], dtype=torch.float64)).abs().max())
-
-
-def _iterated(x: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
-    a, b, c = coefficients
-    gram = x.T @ x
-    return x * a + x @ (gram * b + (gram @ gram) * c)

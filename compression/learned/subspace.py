@@ -16,6 +16,7 @@ Shapes: B sequences, T positions, D width, R values per token on the wire.
 import torch
 from torch import Tensor
 
+from shoal.compression.learned.exact import within_span
 from shoal.compression.learned.halves import ReceiverHalf, SenderHalf, plain_fp32
 
 
@@ -49,11 +50,11 @@ class SubspaceReceiver(ReceiverHalf):
 @torch.no_grad()
 def project_back(name: str, weights: Tensor, basis: Tensor) -> None:
     """Bring a matrix's outputs back into the span, in place: W ← U(UᵀW), and (EU)Uᵀ for an
-    embedding, whose rows are outputs."""
-    if name == "model.embed_tokens.weight":
-        weights.copy_((weights @ basis) @ basis.T)
-    else:
-        weights.copy_(basis @ (basis.T @ weights))
+    embedding, whose rows are outputs. The same bits everywhere."""
+    columns = weights.T if name == "model.embed_tokens.weight" else weights
+    device = torch.device("cpu") if weights.device.type == "mps" else weights.device  # has no fp64
+    confined = within_span(columns.to(device), basis.to(device))
+    columns.copy_(confined)
 
 
 def writes_residual(name: str) -> bool:

@@ -60,6 +60,15 @@ def test_singular_vectors_are_kept_and_singular_values_come_near_one() -> None:
     assert (inner - inner.diagonal().diag()).abs().max() < 1e-4
 
 
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        results.append(orthogonalised(draw((200, 700), 4)))
+    torch.set_num_threads(1)
+    assert torch.equal(*results)
+
+
 def test_no_gradient_moves_nothing() -> None:
     weights = draw((4, 6), 0)
     apply_muon(weights, torch.zeros(4, 6), torch.zeros(4, 6), lr=0.1, spec=SPEC, decay=False)

@@ -31,14 +31,15 @@ def polar(matrix: Tensor) -> Tensor:
     return u @ v
 
 
-@pytest.mark.parametrize("shape", [(40, 8), (16, 16), (9, 1)])
+@pytest.mark.parametrize("shape", [(8, 40), (16, 16), (1, 9)])
 def test_direction_is_the_polar_factor(shape: tuple[int, int]) -> None:
-    matrix = draw(shape, 0) * torch.logspace(0, -2, shape[1], dtype=torch.float64)
-    torch.testing.assert_close(polar_direction(matrix), polar(matrix), atol=1e-8, rtol=0)
+    scales = torch.logspace(0, -2, shape[0], dtype=torch.float64)
+    matrix = draw(shape, 0) * scales[:, None]
+    torch.testing.assert_close(polar_direction(matrix), polar(matrix), atol=1e-5, rtol=0)
 
 
 def test_a_direction_of_nothing_is_nothing() -> None:
-    assert polar_direction(torch.zeros(6, 3, dtype=torch.float64)).abs().max() == 0
+    assert polar_direction(torch.zeros(3, 6, dtype=torch.float64)).abs().max() == 0
 
 
 @pytest.mark.parametrize("lr", [0.002, MAX_PROJECTION_LR])
