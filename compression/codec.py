@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses a stage boundary, and how: the interface of codecs that keep no state.
 
-A `WireCodec` turns one fp32 tensor into bytes and back, outside autograd. Learned codecs are modules
-under autograd (learned/halves.py); what a sender's half emits still passes through a wire codec.
-Both are deterministic: a replayed microbatch yields the same bytes.
+A `WireCodec` turns one fp32 tensor into bytes and back, outside autograd. Learned codecs are
+modules under autograd (learned/halves.py); what a sender's half emits still passes through a wire
+codec. Both are deterministic: a replayed microbatch yields the same bytes.
 
 Payloads are little-endian, like every machine Shoal runs on.
 """
