@@ -56,15 +56,23 @@ def test_off_the_grid_the_order_shows() -> None:
     assert not torch.equal(a @ b, one_by_one(a, b))
 
 
-def test_a_polynomials_bits_do_not_depend_on_the_order_of_the_columns() -> None:
+def whole(values: Tensor) -> Tensor:
+    return (values * 2**GRID_BITS).to(torch.int64)
+
+
+def test_a_polynomials_bits_are_those_of_whole_numbers() -> None:
+    """Every product taken in int64 instead, where nothing is rounded."""
+    a, b, c = CUBIC
     x = draw((24, 100), 2)
-    x = on_grid(x / frobenius_norm(x))
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
-    straight, shuffled = x, x[:, order]
-    for _ in range(6):
-        straight = odd_polynomial(straight, CUBIC)
-        shuffled = odd_polynomial(shuffled, CUBIC)
-    assert torch.equal(straight[:, order], shuffled)
+    x = expected = on_grid(x / frobenius_norm(x))
+    for _ in range(8):
+        x = odd_polynomial(x, CUBIC)
+        gram = on_grid((whole(expected) @ whole(expected).T).double() * 2.0 ** (-2 * GRID_BITS))
+        squared = (whole(gram) @ whole(gram)).double() * 2.0 ** (-2 * GRID_BITS)
+        factor = on_grid(gram * b + squared * c)
+        product = (whole(factor) @ whole(expected)).double() * 2.0 ** (-2 * GRID_BITS)
+        expected = on_grid(expected * a + product)
+        assert torch.equal(x, expected)
 
 
 def test_singular_values_go_through_the_polynomial_and_vectors_stay() -> None:
