@@ -3,8 +3,8 @@
 
 Part i of the manifest owns slice i of the stage's flat sums. Everybody sends each owner its
 partial slice, the owner adds them and sends the total to everybody. Integer addition is
-associative, so the totals do not depend on arrival. The accumulator itself is never changed here:
-a cancelled round leaves no trace.
+associative, so the totals do not depend on arrival. Slices travel packed (compression/integers.py),
+which is lossless. The accumulator itself is never changed here: a cancelled round leaves no trace.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.compression import integers
 from shoal.node.fixed_point import combine
 from shoal.node.reduce_inbox import ReduceInbox, SliceKey
 from shoal.protocol.ids import Incarnation
@@ -67,19 +68,23 @@ async def all_reduce(
     sent: list[asyncio.Future[None]] = []
     num_bytes = 0
 
-    def send(
-        to: Incarnation, direction: types_pb2.Direction.ValueType, index: int, data: torch.Tensor
+    async def send(
+        receivers: Sequence[Incarnation],
+        direction: types_pb2.Direction.ValueType,
+        index: int,
+        data: torch.Tensor,
     ) -> None:
         nonlocal num_bytes
-        header = types_pb2.TensorHeader(
-            codec="raw", dtype=types_pb2.DTYPE_INT64, shape=[data.numel()]
-        )
-        header.key.CopyFrom(key)
-        header.key.direction = direction
-        header.key.microbatch = index
-        payload = data.numpy().data.cast("B") if data.numel() else memoryview(b"")
-        num_bytes += len(payload)
-        sent.append(push(to, header, payload))
+        codec, payload = await asyncio.to_thread(integers.encode, data)
+        for to in receivers:
+            header = types_pb2.TensorHeader(
+                codec=codec, dtype=types_pb2.DTYPE_INT64, shape=[data.numel()]
+            )
+            header.key.CopyFrom(key)
+            header.key.direction = direction
+            header.key.microbatch = index
+            num_bytes += len(payload)
+            sent.append(push(to, header, payload))
 
     inbox.open_round(order, expected)
     try:
@@ -87,19 +92,19 @@ async def all_reduce(
         local = await asyncio.to_thread(lambda: sums.detach().to("cpu", copy=True))
         for index, owner in others:
             begin, end = bounds[index]
-            send(owner, _PARTIAL, index, local[begin:end])
+            await send([owner], _PARTIAL, index, local[begin:end])
         partials = [local[start:stop]]
         for _, sender in others:
-            partials.append(_int64(await inbox.get((_PARTIAL, mine, sender))))
+            partials.append(await inbox.get((_PARTIAL, mine, sender)))
         total = await asyncio.to_thread(combine, partials)
         del partials
-        for _, peer in others:
-            send(peer, _TOTAL, mine, total)
+        if others:
+            await send([peer for _, peer in others], _TOTAL, mine, total)
         totals = torch.empty_like(local)
         totals[start:stop] = total
         for index, owner in others:
             begin, end = bounds[index]
-            totals[begin:end] = _int64(await inbox.get((_TOTAL, index, owner)))
+            totals[begin:end] = await inbox.get((_TOTAL, index, owner))
         # Not gather, which a future cancelled with its dropped peer would cancel too.
         if sent:
             await asyncio.wait(sent)
@@ -109,11 +114,3 @@ async def all_reduce(
         if not future.cancelled():
             future.result()
     return ReduceOutcome(totals, num_bytes)
-
-
-def _int64(payload: Payload) -> torch.Tensor:
-    if not payload:
-        return torch.empty(0, dtype=torch.int64)
-    # torch wants writable, aligned memory.
-    owned = payload if isinstance(payload, bytearray) else bytearray(payload)
-    return torch.frombuffer(owned, dtype=torch.int64)

@@ -105,6 +105,7 @@ class StageReplay:
             self._check(commit.step, "weights", digest, step.weights_digest)
         if self._log.is_on:
             self._log.append(commit.step, worker.spec.stage, sent)
+            await self._log.settle()
 
     async def _microbatch(
         self, step: int, microbatch: MicrobatchId, inputs: StepInputs

@@ -67,8 +67,6 @@ class Prepared:
     attempt: int
     totals: torch.Tensor
     digest: int
-    sent: Sequence[Sent] = ()
-    """What went over boundaries, for the log once the step is committed."""
 
 
 class StageMember:
@@ -139,6 +137,8 @@ class StageMember:
             apprentice, self.apprentice = self.apprentice, None
             await apprentice.close()
         await self.worker.begin_step(command)
+        if self._log is not None:
+            self._log.forget_from(command.step)
         self._reports.step, self._reports.attempt = command.step, command.attempt
         self._forwards = {}
         spec = self.worker.spec
@@ -194,18 +194,12 @@ class StageMember:
         if self.apprentice is not None and not self.apprentice.is_promoted:
             self.prepared = None
             await self.apprentice.committed(prepared.totals, command)
-            self._keep_sent(command.step, prepared)
             self.close_step(command.step)
             return  # the weights come with the next Pull
         digest = await self.worker.apply(prepared.totals, command)
         self.prepared = None
-        self._keep_sent(command.step, prepared)
         self.close_step(command.step)
         self._reports.applied(command.step, digest)
-
-    def _keep_sent(self, step: int, prepared: Prepared) -> None:
-        if self._log is not None:
-            self._log.append(step, self.worker.spec.stage, prepared.sent)
 
     def close_step(self, step: int) -> None:
         """The weights are those after `step`, or will be before another step opens."""
@@ -370,6 +364,7 @@ class StageMember:
             )
         if len(command.parts) == 1:
             self._faults.reach(Moment.MID_REDUCE, command.step)
+        self._log_sent()
         first_slice = True
 
         def push_slice(
@@ -398,15 +393,17 @@ class StageMember:
             push=push_slice,
         )
         sums = await self.worker.prepare(outcome.totals)
-        self.prepared = Prepared(
-            command.step, command.attempt, outcome.totals, sums.digest, self._sent()
-        )
+        if self._log is not None:  # from here on the step may be committed without this node
+            await self._log.settle()
+        self.prepared = Prepared(command.step, command.attempt, outcome.totals, sums.digest)
         self._reports.prepared(command.round, sums, reduce_bytes=outcome.bytes_sent)
 
-    def _sent(self) -> list[Sent]:
+    def _log_sent(self) -> None:
+        """All of it: every microbatch of the manifest has been through its backward here."""
         if self._work is None or self._log is None or not self._log.is_on:
-            return []
-        return [Sent(leg, microbatch, payload) for leg, microbatch, payload in self._work.sent()]
+            return
+        sent = [Sent(leg, microbatch, payload) for leg, microbatch, payload in self._work.sent()]
+        self._log.append(self._step, self.worker.spec.stage, sent)
 
     def _push_slice(
         self, to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
@@ -477,6 +474,8 @@ class StageMember:
             return "the coordinator to open a step"
         if self._work.queue_depth():
             return ""
+        if self._log is not None and self._log.is_awaited:
+            return "its disk, to write the boundary log"
         waits = self._work.waits_for()
         if not waits:
             return "the other nodes to finish the step"

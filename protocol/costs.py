@@ -33,6 +33,10 @@ MOMENT_BYTES = 8
 SUM_BYTES = 8
 TOTAL_BYTES = 8
 GRADIENT_BYTES = 4
+PACKED_SUM_BYTES = 5
+"""An int64 sum between replicas, packed without loss: an estimate, somewhat above what was
+measured on small models (docs/log.md)."""
+
 BYTES_PER_PARAMETER = WEIGHT_BYTES + MOMENT_BYTES + SUM_BYTES + TOTAL_BYTES + GRADIENT_BYTES
 """fp32 weight 4, AdamW's two fp32 moments 8, the int64 accumulator 8, the int64 total that a
 reduction returns 8, and one microbatch's fp32 gradient on its way into the accumulator 4."""
@@ -304,9 +308,9 @@ def boundary_bytes_per_step(spec: RunSpec, forward_bytes: int, backward_bytes: i
 
 
 def reduce_bytes_per_replica(parameters: int, replicas: int) -> int:
-    """What a replica sends (and receives) per step: reduce-scatter and all-gather of the int64
-    sums in R slices, 2 · 8 · parameters · (R - 1) / R, rounded up."""
-    return math.ceil(2 * SUM_BYTES * parameters * (replicas - 1) / replicas)
+    """What a replica sends (and receives) per step: reduce-scatter and all-gather of the packed
+    sums in R slices, about 2 · 5 · parameters · (R - 1) / R, rounded up."""
+    return math.ceil(2 * PACKED_SUM_BYTES * parameters * (replicas - 1) / replicas)
 
 
 # ---- time --------------------------------------------------------------------------------

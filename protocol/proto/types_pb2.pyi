@@ -191,7 +191,9 @@ class TensorHeader(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     codec: _builtins.str
-    """The boundary codec's canonical spec, as in the run spec; "raw" for reductions."""
+    """The boundary codec's canonical spec, as in the run spec. For reductions "pack64"
+    (compression/integers.py), or "raw" where that would not be shorter.
+    """
     codec_version: _builtins.int
     """The version of a learned codec's state; 0 for stateless codecs."""
     dtype: Global___Dtype.ValueType

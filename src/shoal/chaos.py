@@ -121,7 +121,7 @@ def draw(seed: int, number: int, facts: SwarmFacts) -> Strike | None:
             name=COORDINATOR,
             stage=None,
             fault=Fault(
-                id=f"chaos-{number}",
+                id=f"chaos-{seed}-{number}",
                 step=step,
                 moment=rng.choice(COORDINATOR_MOMENTS),
                 action=action,
@@ -140,7 +140,7 @@ def draw(seed: int, number: int, facts: SwarmFacts) -> Strike | None:
         stage=node.stage,
         others=replicas - 1,
         fault=Fault(
-            id=f"chaos-{number}",
+            id=f"chaos-{seed}-{number}",
             step=step,
             moment=moment,
             action=action,

@@ -3,7 +3,7 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Peers and coordinator must agree on it exactly; compared at the handshake."""
 
 RUN_SPEC_VERSION = 1

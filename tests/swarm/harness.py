@@ -212,13 +212,13 @@ class Swarm:
     def _discovery_flag(self) -> str:
         return "--discovery" if self.discovery else "--no-discovery"
 
-    def start_coordinator(self) -> Process:
+    def start_coordinator(self, *arguments: str) -> Process:
         """`shoal launch`; again for the same folder to resume."""
         (self.folder / "link").unlink(missing_ok=True)  # nodes started now wait for the new one
         return self._start(
             "coordinator", self.run_folder, "launch", str(self.folder / "run.toml"),
             "--folder", str(self.run_folder), "--link-file", str(self.folder / "link"),
-            self._discovery_flag,
+            self._discovery_flag, *arguments,
         )  # fmt: skip
 
     def start_node(self, name: str, *, arguments: Sequence[str] = (), version: str = "") -> Process:

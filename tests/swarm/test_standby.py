@@ -2,6 +2,7 @@
 """A standby coordinator takes over; the old one, or one on a copy of the folder, is kept out."""
 
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from shoal.coordinator.sqlite_store import read_event_log
 from shoal.coordinator.standby_link import LINK_FILE
 from shoal.coordinator.state import RolledBack, StepCommitted, TermOpened
 from shoal.protocol.errors import StorageError, TermError
+from shoal.protocol.fault_injector import read_fired
+from shoal.protocol.faults import COORDINATOR_MOMENTS, Action, Fault, Moment
 
 from .harness import ENDLESS, Process, Swarm, spec
 
@@ -34,6 +37,14 @@ class StandbySwarm(Swarm):
     @property
     def nodes(self) -> list[Process]:
         return [p for p in self.processes if p.name.startswith("n") and p.is_running]
+
+    @property
+    def faults(self) -> Path:
+        """What the first coordinator does to itself."""
+        return self.folder / "coordinator.faults"
+
+    def start_coordinator(self, *arguments: str) -> Process:
+        return super().start_coordinator("--faults", str(self.faults), *arguments)
 
     def start_standby(self) -> Process:
         return self._start(
@@ -106,6 +117,51 @@ async def test_a_standby_leads_when_the_coordinator_is_killed_and_keeps_it_out_a
         assert "is led by the coordinator at" in words
         assert "shoal launch --standby" in words
         await swarm.end_with(4)
+
+
+CI_MOMENT = Moment.COMMIT_WRITTEN
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=() if moment is CI_MOMENT else pytest.mark.full)
+        for moment in COORDINATOR_MOMENTS
+    ],
+)
+async def test_a_takeover_at_any_moment_of_a_step_changes_nothing(
+    tmp_path: Path, moment: Moment
+) -> None:
+    async with StandbySwarm(tmp_path, spec(steps=ENDLESS)) as swarm:
+        nodes = await swarm.start("n0", "n1", "n2", "n3")
+        swarm.start_standby()
+        await swarm.stood_by()
+        leader = swarm.coordinator
+        await killed_at(swarm, moment)
+        [fired] = read_fired(swarm.faults)
+        assert fired.pid == leader.pid
+        open_step = fired.step
+        is_recorded = moment is Moment.COMMIT_WRITTEN
+        assert swarm.last_step == open_step - (not is_recorded), "it died at another moment"
+
+        swarm.led_by = "standby"
+        await swarm.committed(open_step + 3)
+        assert swarm.events(TermOpened)[-1].term > 1
+        assert not swarm.events(RolledBack), "the nodes held the state; nothing was to be redone"
+        assert all(node.is_running for node in nodes), "a node gave up meanwhile"
+        await swarm.end_with(4)  # sums, weights and ledger of every step in the heir's log
+        swarm.led_by = "coordinator"
+        swarm.check_exact(finished=False)  # and in the log of who was killed
+
+
+async def killed_at(swarm: StandbySwarm, moment: Moment) -> None:
+    """The coordinator is killed at this moment of a step that is to come."""
+    leader = swarm.coordinator
+    leader.was_signalled = swarm._killed = True  # its end is no crash
+    swarm._note_resources()
+    fault = Fault(id="1", step=swarm.last_step + 5, moment=moment, action=Action.KILL)
+    swarm.faults.write_text(fault.model_dump_json() + "\n", encoding="utf-8")
+    assert await swarm.ended(leader) == -signal.SIGKILL
 
 
 async def test_a_coordinator_on_a_copy_of_the_folder_is_kept_out(tmp_path: Path) -> None:

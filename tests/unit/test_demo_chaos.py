@@ -35,7 +35,7 @@ class Scene:
             if process.faults.exists():
                 lines = process.faults.read_text(encoding="utf-8").splitlines()
                 found += [(process.faults, parse_fault(line)) for line in lines]
-        return sorted(found, key=lambda pair: int(pair[1].id.removeprefix("chaos-")))
+        return sorted(found, key=lambda pair: int(pair[1].id.rpartition("-")[2]))
 
     def fire(self, file: Path, fault: Fault, *, time_s: float, pid: int = 0, step: int = 0) -> None:
         """As the process does it."""
@@ -65,9 +65,21 @@ def test_first_fault_is_ordered_after_the_first_step(tmp_path: Path) -> None:
     assert scene.ordered() == []
     scene.chaos.observe(view(1), START_S + 31)
     ((file, fault),) = scene.ordered()
-    assert fault.id == "chaos-0"
+    assert fault.id == "chaos-1-0"
     assert fault.step == 3
     assert file.name.endswith(".faults")
+
+
+def test_what_an_earlier_chaos_has_done_is_not_taken_for_the_own(tmp_path: Path) -> None:
+    earlier = Scene(tmp_path, seed=1)
+    earlier.chaos.observe(view(1), START_S)
+    ((file, fault),) = earlier.ordered()
+    earlier.fire(file, fault, time_s=START_S + 1)
+    later = Scene(tmp_path, seed=1001)
+    later.chaos.observe(view(20), START_S + 100)
+    assert len({fault.id for _, fault in later.ordered()}) == 2
+    later.chaos.observe(view(20), START_S + 101)
+    assert later.chaos.records == []
 
 
 def test_no_second_fault_before_the_run_has_gone_on(tmp_path: Path) -> None:

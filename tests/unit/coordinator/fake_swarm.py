@@ -272,7 +272,6 @@ class FakeNode:
         self.catch_up: list[tuple[int, int]] = []  # (step, total)
         self.pulls: dict[int, pb.Pull] = {}  # part -> what is on its way
         self.held_sums: tuple[int, int] | None = None
-        self.sent: list[tuple[str, int, int]] = []  # with the sums that are prepared or held
         self.replayed: list[pb.ReplayStep] | None = None  # steps still to do
         self.replay_state: State = (0, 0)
         # What a test may break.
@@ -730,6 +729,8 @@ class FakeNode:
             window=command.window,
             credits=command.credits,
         )
+        for key in [k for k in self.log if k[0] >= command.step]:
+            del self.log[key]
         if self.has_all:
             self.is_apprentice, self.promoted_at = False, None
         self.current, self.reduction, self.prepared = (
@@ -921,7 +922,8 @@ class FakeNode:
         if reduction.unacknowledged or set(reduction.partials) != parts:
             return
         total = scaled(sum(reduction.partials.values()) & MASK, now.coarsen) ^ self.corrupt_sums
-        self.prepared, self.sent = (now.step, total), list(now.work.sent())
+        self.prepared = now.step, total
+        self.write_log(now.step, self.stage, list(now.work.sent()))
         self.say(
             prepared=pb.Prepared(
                 incarnation=self.incarnation, step=now.step, attempt=now.attempt,
@@ -947,13 +949,11 @@ class FakeNode:
         self.committed = command.step
         if self.is_apprentice and self.promoted_at is None:
             self.catch_up.append((command.step, command.sums_digest))
-            self.write_log(command.step, self.stage, self.sent)
             return
         self.moments = advanced(self.moments, command.sums_digest)
         self.weights = applied(self.weights, self.moments, command.step)
         self.weights ^= self.corrupt_weights
         self.step = command.step
-        self.write_log(command.step, self.stage, self.sent)
         self.say(
             applied=pb.Applied(
                 incarnation=self.incarnation, step=self.step, weights_digest=self.weights

@@ -32,7 +32,7 @@ def test_report_adds_up() -> None:
     assert report.vocab_size == 2048
     assert report.tokens_per_s == pytest.approx(report.tokens_per_step / report.step_s)
     assert all(stage.window <= 8 for stage in report.stages)
-    assert all(s.reduce_bytes_per_step == 8 * s.parameters for s in report.stages)
+    assert all(s.reduce_bytes_per_step == 5 * s.parameters for s in report.stages)
 
 
 @pytest.mark.parametrize(

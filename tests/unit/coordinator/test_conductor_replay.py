@@ -6,6 +6,7 @@ import pytest
 
 from shoal.coordinator.recovery import RECLAIM_S
 from shoal.coordinator.state import StageReplayed
+from shoal.protocol.ids import Stage
 from shoal.protocol.proto import coordinator_pb2 as pb
 
 from .fake_swarm import FakeNode, FakeSwarm, make_run
@@ -218,6 +219,37 @@ def test_a_stage_of_one_is_replayed_from_the_data_alone() -> None:
     swarm.finish()
     assert len(replayed(swarm)) == 1
     assert "rolled_back" not in kinds(swarm)
+    assert_undisturbed(swarm)
+
+
+def test_what_a_node_sent_is_in_its_log_though_it_died_before_the_commit() -> None:
+    swarm = FakeSwarm(make_run(steps=8, snapshot_every=99, replicas=2), 4)
+    swarm.run_until(in_step(swarm, 4))
+    victim = swarm.at(1)[0]
+    swarm.run_until(lambda: victim.prepared is not None and not victim.events)
+    assert swarm.conductor.state.step == 3, "the step is committed already"
+    again = swarm.start_again(victim)
+    swarm.run_to_step(5)
+    assert again.peer_id in swarm.conductor.state.sources.computed_by(4, Stage(1)), (
+        "the round went on without it; else the test shows nothing"
+    )
+    for node in swarm.at(0):
+        node.kill()
+    swarm.join()
+    swarm.finish()
+    assert "rolled_back" not in kinds(swarm)
+    assert [event.stage for event in replayed(swarm)] == [0]
+    assert_undisturbed(swarm)
+
+
+def test_a_step_that_is_opened_again_forgets_what_was_logged_of_it() -> None:
+    swarm = FakeSwarm(make_run(steps=8, snapshot_every=99, replicas=2), 4)
+    swarm.run_until(lambda: any((4, stage) in swarm.at(stage)[0].log for stage in (0, 1)))
+    assert swarm.conductor.state.step == 3
+    swarm.restart()
+    swarm.run_until(in_step(swarm, 4))
+    assert not any(step >= 4 for node in swarm.live for step, _ in node.log)
+    swarm.finish()
     assert_undisturbed(swarm)
 
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The boundary log keeps what fits, forgets what is not needed, and takes damage for a hole."""
 
+import asyncio
 import errno
 import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +25,12 @@ STEP_BYTES = step_bytes(SENT, "bf16")
 
 def open_log(
     folder: Path, *, budget_bytes: int = 10**6, run: RunId = RUN, boundary: str = "bf16",
-    now_s: float = 0.0,
+    now_s: float = 0.0, patience_s: float = 3600.0,
 ) -> BoundaryLog:  # fmt: skip
     return BoundaryLog(
-        folder, run, boundary=boundary, budget_bytes=budget_bytes, now_s=lambda: now_s
-    )
+        folder, run, boundary=boundary, budget_bytes=budget_bytes, now_s=lambda: now_s,
+        patience_s=patience_s,
+    )  # fmt: skip
 
 
 async def held(log: BoundaryLog, step: int, stage: int = 0) -> dict[tuple[Leg, int], bytes | None]:
@@ -34,6 +39,10 @@ async def held(log: BoundaryLog, step: int, stage: int = 0) -> dict[tuple[Leg, i
 
 
 ALL = {("forward", 0): b"a" * 100, ("backward", 0): b"b" * 50, ("forward", 1): b"c"}
+
+
+def full(*arguments: object) -> None:
+    raise StorageError(os.strerror(errno.ENOSPC))
 
 
 def files(folder: Path) -> list[str]:
@@ -57,6 +66,63 @@ async def test_a_step_that_is_computed_again_takes_the_place_of_the_first(tmp_pa
     log.append(3, 0, SENT)
     log.append(3, 0, SENT[:1])
     assert await held(log, 3) == {("forward", 0): b"a" * 100}
+    await log.close()
+
+
+async def test_the_node_may_die_in_the_midst_of_a_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "left"
+
+    def killed_here(path: Path, entries: Sequence[Sent], boundary: str) -> None:
+        shutil.copytree(tmp_path / "log", left)
+        write_step(path, entries, boundary)
+
+    log = open_log(tmp_path / "log")
+    log.append(3, 0, SENT)
+    await log.settle()
+    monkeypatch.setattr(boundary_log, "write_step", killed_here)
+    log.append(3, 0, SENT[:1])
+    await log.close()
+    again = open_log(left)
+    assert await held(again, 3) == ALL
+    await again.close()
+
+
+@pytest.mark.parametrize("again", [[], SENT])
+async def test_what_can_not_be_replaced_is_forgotten_since_it_is_of_another_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: list[Sent]
+) -> None:
+    log = open_log(tmp_path)
+    log.append(3, 0, SENT)
+    log.append(3, 1, SENT)
+    await log.settle()
+    monkeypatch.setattr(boundary_log, "write_step", full)
+    log.append(3, 0, again)
+    assert await held(log, 3) == {}
+    assert await held(log, 3, stage=1) == ALL
+    assert log.num_bytes == STEP_BYTES
+    assert len(files(tmp_path)) == 1
+    await log.close()
+
+
+async def test_replacing_a_step_costs_no_other_step(tmp_path: Path) -> None:
+    log = open_log(tmp_path, budget_bytes=3 * STEP_BYTES)
+    for step in (1, 2, 3, 2):
+        log.append(step, 0, SENT)
+    assert [await held(log, step) for step in (1, 2, 3)] == [ALL] * 3
+    assert log.num_bytes == 3 * STEP_BYTES
+    await log.close()
+
+
+async def test_a_step_that_opens_again_is_forgotten_with_all_after_it(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    for step, stage in ((3, 0), (4, 0), (4, 1), (5, 1)):
+        log.append(step, stage, SENT)
+    log.forget_from(4)
+    assert await held(log, 3) == ALL
+    assert files(tmp_path) == ["step-00000003-stage-0.bin"]
+    assert log.num_bytes == STEP_BYTES
     await log.close()
 
 
@@ -140,9 +206,6 @@ async def test_logs_of_other_runs_go_when_they_are_old(tmp_path: Path) -> None:
 async def test_a_disk_that_can_not_be_written_costs_the_step_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise StorageError(os.strerror(errno.ENOSPC))
-
     log = open_log(tmp_path)
     log.append(1, 0, SENT)
     await log.places(1, 0)
@@ -152,6 +215,73 @@ async def test_a_disk_that_can_not_be_written_costs_the_step_and_no_more(
         await log.places(2, 0)
     log.append(3, 0, SENT)
     assert [await held(log, step) for step in (1, 2, 3)] == [ALL, {}, ALL]
+    await log.close()
+
+
+class SlowDisk:
+    """Writes nothing until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        monkeypatch.setattr(boundary_log, "write_step", self._write)
+
+    def _write(self, path: Path, entries: Sequence[Sent], boundary: str) -> None:
+        assert self.goes_on.wait(30)
+        write_step(path, entries, boundary)
+
+
+async def settling(log: BoundaryLog) -> asyncio.Task[None]:
+    """A step that has begun to wait."""
+    task = asyncio.create_task(log.settle())
+    await asyncio.sleep(0)
+    assert log.is_awaited
+    return task
+
+
+async def test_whoever_settles_has_the_step_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, log = SlowDisk(monkeypatch), open_log(tmp_path)
+    await log.settle()  # nothing was appended
+    log.append(1, 0, SENT)
+    settled = await settling(log)
+    assert not settled.done()
+    disk.goes_on.set()
+    await settled
+    assert not log.is_awaited
+    assert files(tmp_path) == ["step-00000001-stage-0.bin"]
+    await log.close()
+
+
+async def test_a_slow_disk_is_not_waited_for_again_until_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, log = SlowDisk(monkeypatch), open_log(tmp_path, patience_s=0.0)
+    log.append(1, 0, SENT)
+    await log.settle()
+    log._patience_s = 3600.0
+    log.append(2, 0, SENT)
+    async with asyncio.timeout(30):
+        await log.settle()
+    disk.goes_on.set()
+    assert await held(log, 2) == ALL, "it was written all the same"
+    log.append(3, 0, SENT)
+    await log.settle()
+    assert len(files(tmp_path)) == 3
+    await log.close()
+
+
+async def test_a_step_that_gives_up_waiting_does_not_break_off_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, log = SlowDisk(monkeypatch), open_log(tmp_path)
+    log.append(1, 0, SENT)
+    log.append(2, 0, SENT)
+    settled = await settling(log)
+    settled.cancel()
+    await asyncio.gather(settled, return_exceptions=True)
+    disk.goes_on.set()
+    assert await held(log, 2) == ALL
     await log.close()
 
 
@@ -193,3 +323,17 @@ def test_a_file_of_another_codec_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "step.bin"
     write_step(path, SENT, "bf16")
     assert whole(path, "int8:g64") == set()
+
+
+def test_while_a_file_is_written_the_one_before_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "step.bin"
+    write_step(path, SENT, "bf16")
+
+    def entries() -> Iterator[Sent]:
+        for sent in SENT[:1]:
+            assert whole(path) == set(ALL)
+            yield sent
+        assert whole(path) == set(ALL)
+
+    write_step(path, entries(), "bf16")
+    assert whole(path) == {("forward", 0)}

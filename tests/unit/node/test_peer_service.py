@@ -212,10 +212,10 @@ def slice_of(numel: int = 3, *, sequence: int = 1, **changes: Any) -> list[bytes
     key = {
         "incarnation": 3, "direction": types_pb2.DIRECTION_REDUCE_PARTIAL, "round": 1
     }  # fmt: skip
-    payload = bytes(8 * numel)
+    payload = changes.pop("payload", bytes(8 * numel))
     made = header(
-        payload, shape=[numel], codec="raw", dtype=types_pb2.DTYPE_INT64, sequence=sequence,
-        **(key | changes),
+        payload, shape=[numel], dtype=types_pb2.DTYPE_INT64, sequence=sequence,
+        **({"codec": "raw"} | key | changes),
     )  # fmt: skip
     return list(frames(made, payload))
 
@@ -439,7 +439,7 @@ async def test_slice_of_the_manifest_is_taken_once(swarm: Swarm) -> None:
     )
     assert statuses(acks) == [(1, "accepted"), (2, "duplicate")]
     got = await inbox.get((types_pb2.DIRECTION_REDUCE_PARTIAL, 0, Incarnation(3)))
-    assert got == bytes(24)
+    assert got.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -453,6 +453,9 @@ async def test_slice_of_the_manifest_is_taken_once(swarm: Swarm) -> None:
         (slice_of(round=0), TWIN, "WrongStepError", False),
         (slice_of(direction=types_pb2.DIRECTION_FORWARD), TWIN, "MalformedFrameError", True),
         (slice_of(checksum=b"?" * 16), TWIN, "ChecksumError", True),
+        (slice_of(codec="zip"), TWIN, "WrongCodecError", True),
+        (slice_of(codec="pack64"), TWIN, "OversizedStreamError", True),
+        (slice_of(codec="pack64", payload=b"\x01\x00"), TWIN, "CodecError", True),
     ],
 )
 async def test_bad_slice_is_refused_and_the_stream_goes_on(
@@ -483,7 +486,7 @@ async def test_slices_pass_from_links_to_the_inbox(swarm: Swarm) -> None:
     finally:
         await links.close()
     got = await inbox.get((types_pb2.DIRECTION_REDUCE_PARTIAL, 0, Incarnation(3)))
-    assert got == payload
+    assert got.tolist() == [0, 1, 2]
     while swarm.node.service._open_streams:  # noqa: ASYNC110  # as above
         await asyncio.sleep(0.001)
 

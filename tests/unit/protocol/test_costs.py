@@ -130,8 +130,8 @@ def test_one_stage_has_no_boundary() -> None:
 
 def test_reduction_sends_both_phases_of_all_slices_but_ones_own() -> None:
     assert costs.reduce_bytes_per_replica(1000, 1) == 0
-    assert costs.reduce_bytes_per_replica(1000, 2) == 8 * 1000
-    assert costs.reduce_bytes_per_replica(1000, 4) == 12 * 1000
+    assert costs.reduce_bytes_per_replica(1000, 2) == 5 * 1000
+    assert costs.reduce_bytes_per_replica(1000, 4) == 7.5 * 1000
 
 
 def test_step_is_paced_by_the_slowest_stage_after_the_first_microbatch() -> None:
