@@ -14,6 +14,7 @@ from shoal.coordinator.step_runner import Phase, StepRunner
 from shoal.coordinator.terms import Leadership
 from shoal.coordinator.workers import Workers
 from shoal.protocol.errors import (
+    DiskFullError,
     FencedError,
     MalformedFrameError,
     NonFiniteError,
@@ -262,6 +263,11 @@ class NodeEvents:
                 self._blame_donors(session)
             # The state is whole, unless it failed while it applied a step.
             whole = session.state in ("ready", "leaving") and session.step == self._log.state.step
+            if trouble.error == DiskFullError.__name__ and session.stage is not None:
+                # It waits for room by itself. Where others hold the stage, nobody waits for it:
+                # it warms up again.
+                excused = True
+                whole = whole and not set(self._members.holders(session.stage)) - {session}
             self._fail(session, what, "failed", still_holds=whole, counts=not excused)
 
     def _on_bad_peer(self, session: Session, trouble: coordinator_pb2.Trouble, what: str) -> None:

@@ -33,7 +33,6 @@ Fetch = Callable[
 
 Send = Callable[[coordinator_pb2.NodeEvent], None]
 OnTrouble = Callable[[Exception], None]
-_FAILURES = (ShoalError, MemoryError, RuntimeError, OSError)
 
 
 class Apprentice:
@@ -83,7 +82,8 @@ class Apprentice:
         """A step that this node can't apply. Raises `CapacityError` or `StorageError`."""
         self._committed = commit.step
         if self._catch_up is not None:
-            self._projections[commit.step] = await self._worker.projections()
+            projections = await self._worker.projections()
+            self._projections[commit.step] = projections  # beside the catch-up that there is now
             await self._catch_up.append(commit, totals)
 
     async def pull(self, command: coordinator_pb2.Pull) -> None:
@@ -95,7 +95,7 @@ class Apprentice:
         if part == STATE_PART_MOMENTS:
             if self._catch_up is not None:
                 self._catch_up.close()
-            self._projections.clear()
+            self._projections = {}
             self._moments_step = None
             self._catch_up = CatchUp(self._scratch)
         self._tasks[part] = asyncio.create_task(self._pull(command))
@@ -142,7 +142,9 @@ class Apprentice:
                 self._on_trouble(error)
             else:  # the coordinator names other donors when these are gone
                 log.warning("the moments of step %d are not to be had: %s", command.step, error)
-        except _FAILURES as error:
+        except Exception as error:  # out of memory, a bug: whatever it is, this can't go on
+            if not isinstance(error, ShoalError):
+                log.exception("pulling a part of the state failed")
             self._on_trouble(error)
         finally:
             self._progress.pop(part, None)
@@ -166,7 +168,8 @@ class Apprentice:
     async def _advance(self) -> None:
         """Bring the moments forward to the weights' step; when they are there, it is promoted."""
         async with self._advancing:
-            catch_up, runtime = self._catch_up, self._worker.runtime
+            catch_up, known = self._catch_up, self._projections
+            runtime = self._worker.runtime
             if self._moments_step is None or catch_up is None or self.is_promoted:
                 return
             while self._moments_step < runtime.step:
@@ -176,8 +179,9 @@ class Apprentice:
                         f"{catch_up.steps[:4]}; this node warms up again"
                     )
                 commit, totals = await catch_up.pop()
-                projections = self._projections.pop(commit.step, {})
-                await self._worker.advance_moments(totals, commit, projections)
+                await self._worker.advance_moments(totals, commit, known.pop(commit.step, {}))
+                if self._catch_up is not catch_up:
+                    return  # another version was asked for meanwhile
                 self._moments_step = commit.step
             if self._committed > runtime.step:
                 return  # once the weights after that step are here

@@ -3,6 +3,7 @@
 way. In memory up to a bound, then in scratch files."""
 
 import asyncio
+import contextlib
 import uuid
 from collections import deque
 from dataclasses import dataclass
@@ -60,18 +61,18 @@ class CatchUp:
         self._entries.append(_Entry(commit, kept, size))
 
     async def pop(self) -> tuple[coordinator_pb2.Commit, torch.Tensor]:
-        """The oldest. Raises `StorageError`."""
-        entry = self._entries[0]
+        """The oldest. Raises `StorageError`. `close` may be called meanwhile."""
+        entry = self._entries.popleft()
         totals = entry.totals
         if isinstance(totals, Path):
             totals = await asyncio.to_thread(_read, totals)
-        self._entries.popleft()
         return entry.commit, totals
 
     def close(self) -> None:
         for entry in self._entries:
             if isinstance(entry.totals, Path):
-                entry.totals.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the scratch folder goes at the end
+                    entry.totals.unlink()
         self._entries.clear()
 
     def _held(self, kind: type) -> int:
@@ -87,7 +88,8 @@ def _read(path: Path) -> torch.Tensor:
     """And remove it."""
     try:
         values = np.fromfile(path, dtype=np.int64)
-        path.unlink()
     except OSError as error:
         raise storage_error(path, error) from error
+    finally:
+        path.unlink(missing_ok=True)
     return torch.from_numpy(values)

@@ -12,7 +12,7 @@ import grpc
 from shoal.node.admission import Membership
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.proto import coordinator_pb2
-from shoal.protocol.rpc import DEADLINE_S, error_from_rpc
+from shoal.protocol.rpc import DEADLINE_S, error_from_rpc, reply_of
 
 if TYPE_CHECKING:
     from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
@@ -37,7 +37,7 @@ async def keep_renewed(membership: Membership, stub: "Callable[[], CoordinatorAs
         await asyncio.sleep(renewal_wait_s(membership.certificate_expires_s, time.time()))
         try:
             request = coordinator_pb2.RenewRequest(tls_key=membership.tls_key_der)
-            reply = await stub().Renew(request, timeout=DEADLINE_S)
+            reply = await reply_of(stub().Renew(request, timeout=DEADLINE_S))
         except grpc.aio.AioRpcError as error:
             log.info("certificate not renewed yet: %s", error_from_rpc(error))
         except ShoalError as error:

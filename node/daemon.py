@@ -20,6 +20,7 @@ from shoal.node.daemon_file import LOCK_FILE, own_record, take_request, write_re
 from shoal.node.finder import Finder
 from shoal.node.hardware import Device, probe
 from shoal.node.logged_boundaries import LoggedBoundaries
+from shoal.node.member_reports import trouble_event
 from shoal.node.pace import Pace
 from shoal.node.peer_service import PeerService
 from shoal.node.promises import Promises
@@ -263,17 +264,17 @@ def _bad_peer(
     error: ProtocolError,
     key: types_pb2.TensorKey | None = None,
 ) -> coordinator_pb2.NodeEvent:
-    trouble = coordinator_pb2.Trouble(
-        kind=coordinator_pb2.TROUBLE_KIND_BAD_PEER,
+    event = trouble_event(
+        coordinator_pb2.TROUBLE_KIND_BAD_PEER,
+        error,
         incarnation=holder.member.incarnation if holder.member else 0,
         peer_id=peer_id,
-        error=type(error).__name__,
-        detail=str(error)[:500],
     )
     if key is not None:
+        trouble = event.trouble
         trouble.peer_incarnation = key.incarnation
         trouble.step, trouble.attempt, trouble.microbatch = key.step, key.attempt, key.microbatch
-    return coordinator_pb2.NodeEvent(trouble=trouble)
+    return event
 
 
 @contextlib.contextmanager
@@ -292,6 +293,8 @@ def _one_daemon(folder: Path) -> Iterator[None]:
             raise CapacityError(
                 f"{folder} is used by another node daemon; stop it, or give each its own --folder"
             ) from None
+        except OSError as error:
+            raise storage_error(path, error) from None
         yield
 
 

@@ -58,7 +58,7 @@ class FinishRequest(BaseModel):
 
 def own_record(name: str) -> DaemonRecord:
     process = psutil.Process()
-    return DaemonRecord(pid=process.pid, started_s=process.create_time(), name=name)
+    return DaemonRecord(pid=process.pid, started_s=_started_s(process), name=name)
 
 
 def write_record(folder: Path, record: DaemonRecord) -> None:
@@ -146,13 +146,19 @@ def _process(pid: int) -> Iterator[int | None]:
 
 def _is_alive(record: DaemonRecord) -> bool:
     try:
-        return bool(psutil.Process(record.pid).create_time() == record.started_s)
+        return _started_s(psutil.Process(record.pid)) == record.started_s
     except psutil.Error:
         return False
 
 
+def _started_s(process: psutil.Process) -> float:
+    """When it began. On Linux in seconds after the boot: what psutil tells moves with the clock."""
+    created_s = float(process.create_time())
+    return round(created_s - psutil.boot_time(), 2) if psutil.LINUX else created_s
+
+
 def _write(path: Path, value: BaseModel) -> None:
-    with AtomicFile(path) as file:
+    with AtomicFile(path, durable=False) as file:  # of no use to anybody after a power failure
         file.write(value.model_dump_json().encode() + b"\n")
 
 

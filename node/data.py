@@ -21,6 +21,7 @@ from shoal.protocol.atomic_file import AtomicFile, storage_error
 from shoal.protocol.errors import (
     ChecksumError,
     DataError,
+    DiskFullError,
     OversizedStreamError,
     ProtocolError,
     StorageError,
@@ -46,12 +47,21 @@ class ShardCache:
     Used from one event loop; `path` may be called from any thread.
     """
 
-    def __init__(self, folder: Path, fetch: Fetch, *, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fetch: Fetch,
+        *,
+        max_bytes: int | None = None,
+        on_full: Callable[[DiskFullError], None] = lambda error: None,
+    ) -> None:
         """With `max_bytes` the shards used longest ago go when there are more; those asked for in
-        this turn and the one before stay, however large they are."""
+        this turn and the one before stay, however large they are. `on_full` hears of a shard for
+        which the disk has no room, though all others are gone."""
         self._folder = folder
         self._fetch = fetch
         self._max_bytes = max_bytes
+        self._on_full = on_full
         self._turn = 0
         self._used: dict[str, int] = {}  # the turn in which a shard was last asked for
         self._fetches: dict[str, asyncio.Task[None]] = {}
@@ -105,18 +115,31 @@ class ShardCache:
         async with self._slots:
             self._verified.discard(ref.sha256)
             if not await asyncio.to_thread(_is_intact, path, ref.sha256, num_bytes):
-                await self._receive(ref, num_bytes)
-                await self._make_room()
+                await self._store(ref, num_bytes)
+                if self._max_bytes is not None:
+                    await self._evict(self._max_bytes)
         self._verified.add(ref.sha256)
 
-    async def _make_room(self) -> None:
-        if self._max_bytes is not None:
-            kept = {f"{sha}.bin" for sha in self._used}
-            await asyncio.to_thread(evict, self._folder, self._max_bytes, kept=kept)
+    async def _store(self, ref: ShardRef, num_bytes: int) -> None:
+        """On a full disk the shards that aren't in use are the first to go."""
+        try:
+            try:
+                await self._receive(ref, num_bytes)
+            except DiskFullError as error:
+                if not error.folder or not await self._evict(0):
+                    raise
+                await self._receive(ref, num_bytes)
+        except DiskFullError as error:
+            self._on_full(error)
+            raise
+
+    async def _evict(self, max_bytes: int) -> int:
+        kept = {f"{sha}.bin" for sha in self._used}
+        return await asyncio.to_thread(evict, self._folder, max_bytes, kept=kept)
 
     async def _receive(self, ref: ShardRef, num_bytes: int) -> None:
         chunks = self._fetch(ref.sha256)
-        partial = AtomicFile(self.path(ref))
+        partial = AtomicFile(self.path(ref), expected_bytes=num_bytes)
         hasher = hashlib.sha256()
         received = 0
         try:

@@ -28,6 +28,7 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.ids import Incarnation, PeerId
+from shoal.protocol.printable import printable
 from shoal.protocol.proto import peer_pb2, types_pb2
 from shoal.protocol.rpc import Credentials, backoff
 from shoal.protocol.wire import Payload, checksum, frames, open_tensor_stream
@@ -183,7 +184,7 @@ class _TensorStream:
                     log.exception("stream to %s failed", self.member.name)
                 details = error.details() if isinstance(error, grpc.aio.AioRpcError) else ""
                 reason = f"{details or error!r}"
-            reason = _printable(reason)
+            reason = printable(reason[:_MAX_REASON_CHARS])
             log.debug("stream to %s broke: %s", self.member.name, reason)
             self._requeue()
             if not self._queue:
@@ -248,7 +249,7 @@ class _TensorStream:
         if ack.status != peer_pb2.PUSH_STATUS_REFUSED:
             outgoing.acknowledged.set_result(None)
             return
-        kind, detail = error_class(ack.error), _printable(ack.detail)
+        kind, detail = error_class(ack.error), printable(ack.detail[:_MAX_REASON_CHARS])
         error = kind(detail) if issubclass(kind, ProtocolError) else ProtocolError(detail)
         if isinstance(error, _WORTH_RESENDING) and outgoing.tries < _RESENDS:
             outgoing.tries += 1
@@ -275,8 +276,3 @@ class _TensorStream:
         for sequence in sorted(self._pending, reverse=True):
             self._queue.appendleft(self._pending[sequence])
         self._pending.clear()
-
-
-def _printable(text: str) -> str:
-    """A peer's words, fit for a log and a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])

@@ -16,6 +16,26 @@ _MAX_DETAIL_CHARS = 500
 Send = Callable[[coordinator_pb2.NodeEvent], None]
 
 
+def trouble_event(
+    kind: coordinator_pb2.TroubleKind.ValueType,
+    error: Exception,
+    *,
+    incarnation: int,
+    step: int = 0,
+    peer_id: str = "",
+) -> coordinator_pb2.NodeEvent:
+    """Trouble with a step, or a peer, where one is named."""
+    trouble = coordinator_pb2.Trouble(
+        kind=kind,
+        incarnation=incarnation,
+        error=type(error).__name__,
+        detail=str(error)[:_MAX_DETAIL_CHARS],
+        step=step,
+        peer_id=peer_id,
+    )
+    return coordinator_pb2.NodeEvent(trouble=trouble)
+
+
 class MemberReports:
     """One incarnation's. `step` and `attempt` are those under way; the member sets them."""
 
@@ -77,8 +97,7 @@ class MemberReports:
 
     def failure(self, error: Exception) -> None:
         """The node can't do what it was told."""
-        trouble = self._trouble(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, type(error), str(error))
-        self._send(coordinator_pb2.NodeEvent(trouble=trouble))
+        self._send(self._trouble(coordinator_pb2.TROUBLE_KIND_OWN_FAILURE, error))
 
     def numbers(
         self,
@@ -86,11 +105,11 @@ class MemberReports:
         microbatch: MicrobatchId,
         leg: coordinator_pb2.TaskLeg.ValueType,
     ) -> None:
-        trouble = self._trouble(coordinator_pb2.TROUBLE_KIND_NUMBERS, type(error), str(error))
-        trouble.attempt = self.attempt
-        trouble.microbatch = microbatch
-        trouble.leg = leg
-        self._send(coordinator_pb2.NodeEvent(trouble=trouble))
+        event = self._trouble(coordinator_pb2.TROUBLE_KIND_NUMBERS, error)
+        event.trouble.attempt = self.attempt
+        event.trouble.microbatch = microbatch
+        event.trouble.leg = leg
+        self._send(event)
 
     def unreachable(
         self,
@@ -99,20 +118,21 @@ class MemberReports:
         *,
         error: type[ShoalError] = UnreachableError,
     ) -> None:
-        trouble = self._trouble(coordinator_pb2.TROUBLE_KIND_PEER_UNREACHABLE, error, reason)
-        trouble.peer_incarnation = member.incarnation
-        trouble.peer_id = member.peer_id
-        self._send(coordinator_pb2.NodeEvent(trouble=trouble))
+        event = self._trouble(
+            coordinator_pb2.TROUBLE_KIND_PEER_UNREACHABLE, error(reason), peer_id=member.peer_id
+        )
+        event.trouble.peer_incarnation = member.incarnation
+        self._send(event)
 
     def _trouble(
-        self, kind: coordinator_pb2.TroubleKind.ValueType, error: type[Exception], detail: str
-    ) -> coordinator_pb2.Trouble:
-        return coordinator_pb2.Trouble(
-            kind=kind,
-            incarnation=self._incarnation,
-            error=error.__name__,
-            detail=detail[:_MAX_DETAIL_CHARS],
-            step=self.step,
+        self,
+        kind: coordinator_pb2.TroubleKind.ValueType,
+        error: Exception,
+        *,
+        peer_id: str = "",
+    ) -> coordinator_pb2.NodeEvent:
+        return trouble_event(
+            kind, error, incarnation=self._incarnation, step=self.step, peer_id=peer_id
         )
 
 

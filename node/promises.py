@@ -6,10 +6,10 @@ term, also after a restart. The newest record is written before it is applied, w
 the disk: a lost one costs no correctness, only work.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections import deque
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.protocol.atomic_file import AtomicFile, storage_error
-from shoal.protocol.errors import ProtocolError, TermError
+from shoal.protocol.errors import OversizedStreamError, ProtocolError, StorageError, TermError
 from shoal.protocol.ids import RunId
 from shoal.protocol.join_link import split_address
 from shoal.protocol.proto import coordinator_pb2
@@ -33,6 +33,8 @@ MAX_STANDBYS: Final = 8
 
 _MAX_RUNS = 64
 """Runs whose promises are kept in a node's folder."""
+
+_MAX_ID_CHARS = 200
 
 _MAX_FILE_BYTES = 2 * MAX_RECORD_BYTES + 4096
 
@@ -107,6 +109,11 @@ class Promises:
         Raises `StorageError` when the promise can't be kept, and `ProtocolError` for a record that
         the authority has not signed; nothing is promised then.
         """
+        if len(lead.coordinator_id) > _MAX_ID_CHARS:
+            raise OversizedStreamError(
+                f"a coordinator's id of {len(lead.coordinator_id)} characters; at most "
+                f"{_MAX_ID_CHARS}"
+            )
         with self._lock:
             held = self._promised
             asked = (lead.term, lead.coordinator_id)
@@ -211,13 +218,11 @@ class Promises:
 
     def _write_record(self, record: SignedRecord) -> None:
         kept = _KeptRecord(record=record.content.decode(), signature=record.signature.hex())
-        temporary = self._record_path.with_name(f".{self._record_path.name}.tmp")
         try:
-            self._record_path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(canonical_json(kept.model_dump()))
-            os.replace(temporary, self._record_path)
-        except OSError as error:  # it is in memory, and any other node has it too
-            log.warning("%s", storage_error(self._record_path, error))
+            with AtomicFile(self._record_path, durable=False) as file:
+                file.write(canonical_json(kept.model_dump()))
+        except StorageError as error:  # it is in memory, and any other node has it too
+            log.warning("%s", error)
 
     def _read_record(self) -> SignedRecord | None:
         try:
@@ -238,7 +243,8 @@ class Promises:
         own = {self._path, self._record_path}
         files = sorted((p for p in files if p not in own), key=lambda p: p.stat().st_mtime)
         for path in files[: max(0, len(files) - 2 * _MAX_RUNS)]:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # they cost little; another time
+                path.unlink()
 
 
 def _read_promised(path: Path) -> Promised:

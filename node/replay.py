@@ -95,6 +95,14 @@ class StageReplay:
             )
         )
         await worker.ensure_samples(commit.step, microbatches, ())
+        spec = worker.spec
+        needed = [inputs.inputs] * (not spec.is_first) + [inputs.gradients] * (not spec.is_last)
+        lacking = [m for m in microbatches if any(m not in tensors for tensors in needed)]
+        if lacking:
+            raise ReplayMismatchError(
+                f"the plan of step {commit.step} doesn't say where the tensors of microbatch "
+                f"{lacking[0]} are, nor of {len(lacking) - 1} more"
+            )
         sent: list[Sent] = []
         for microbatch in microbatches:
             sent += await self._microbatch(commit.step, MicrobatchId(microbatch), inputs)

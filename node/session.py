@@ -6,6 +6,7 @@ state stays in memory meanwhile and is offered at the next Hello.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ import grpc
 import psutil
 
 from shoal.node.admission import Membership
+from shoal.node.coordinator_addresses import CoordinatorAddresses
 from shoal.node.finder import Finder
 from shoal.node.hardware import Device
 from shoal.node.promises import Promises
@@ -49,12 +51,14 @@ _MAX_UNSENT = 1000
 AWAY_LIMIT_S = 10.0
 """How much of its grace a leaving node that holds state waits for a coordinator that is away."""
 
-_LEAVING_RETRY_S = 0.5
-MAX_ADDRESSES = 12
-"""Coordinators that are tried in turn."""
-
 LEAD_S = 15.0
 """How long a coordinator may let a node wait for its first word."""
+
+_LEAST_LEAD_S = 1.0
+"""The same for a node that leaves: for longer than its patience, if it has none left."""
+
+_MAX_REASONS = 16
+"""Why the coordinator can't be had is logged once each, and only so many."""
 
 _REFUSAL_S = 2.0
 
@@ -146,41 +150,37 @@ class NodeSession:
         Raises `VersionError` when the coordinator speaks another protocol, `AdmissionError` when
         it admits this node no more.
         """
-        addresses = [self._membership.session_address]
+        addresses = CoordinatorAddresses(self._membership.session_address)
         lookup: asyncio.Task[list[str]] | None = None
         failures, rng = 0, random.Random()
+        said: set[str] = set()
         try:
             while True:
-                reason = await self._attend_once(addresses[failures % len(addresses)], holder)
+                reason = await self._attend_once(addresses.current, holder)
                 if self._answered:
-                    address = addresses[failures % len(addresses)]
-                    addresses = list(dict.fromkeys([address, *addresses]))
+                    addresses.answered()
                     failures = 0
+                    said.clear()
+                else:
+                    addresses.failed()
                 failures += 1
                 if self._leaving.is_set() and self._may_leave(holder):
                     return "left while the coordinator was away; it fences this node by itself"
-                self.waiting_for = "the coordinator"
-                if failures == 1:
-                    self._report(f"waiting for the coordinator: {reason}; trying again")
+                self._say_away(reason, said)
+                wait_s = backoff(failures, rng, limit_s=RETRY_LIMIT_S)
+                if self._leaving.is_set():
+                    await asyncio.sleep(min(wait_s, self._away_left_s))
                 else:
-                    log.info("still waiting for the coordinator: %s", reason)
-                try:
-                    wait_s = backoff(failures, rng, limit_s=RETRY_LIMIT_S)
-                    if self._leaving.is_set():
-                        await asyncio.sleep(min(wait_s, _LEAVING_RETRY_S))
-                    else:
+                    with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
                             await self._leaving.wait()
                         continue
-                except TimeoutError:
-                    pass
                 # Beside the retries, not between them: a table without live peers answers slowly.
-                known = self._promises.session_addresses
+                known = [self._membership.session_address, *self._promises.session_addresses]
                 if lookup is not None and lookup.done():
                     known = [*lookup.result(), *known]
                     lookup = None
-                # Whoever led last stays the first to be asked.
-                addresses = list(dict.fromkeys([addresses[0], *known, *addresses]))[:MAX_ADDRESSES]
+                addresses.learn(known)
                 lookup = lookup or asyncio.create_task(self._finder.session_addresses())
         except _Dismissed as dismissed:
             return str(dismissed)
@@ -189,6 +189,19 @@ class NodeSession:
                 lookup.cancel()
                 await asyncio.gather(lookup, return_exceptions=True)
 
+    def _say_away(self, reason: str, said: set[str]) -> None:
+        """To the owner once that the node waits, to the log each new reason. `said` are those of
+        this time."""
+        self.waiting_for = "the coordinator"
+        if self._leaving.is_set():
+            self.waiting_for += ", which may take over what this node holds"
+        if not said:
+            self._report(f"waiting for the coordinator: {reason}; trying again")
+        elif reason not in said and len(said) < _MAX_REASONS:
+            log.info("still waiting for the coordinator: %s", reason)
+        if len(said) < _MAX_REASONS:
+            said.add(reason)
+
     def _may_leave(self, holder: StageHolder) -> bool:
         """Whether to end without the coordinator. What only this node holds would be lost with it,
         and a coordinator that restarts is back in seconds."""
@@ -196,8 +209,15 @@ class NodeSession:
             return True
         self.handed_over = False
         self._away_since_s = self._away_since_s or time.monotonic()
-        waited_s = time.monotonic() - self._away_since_s
-        return waited_s >= min(AWAY_LIMIT_S, self._grace_s / 2) or not self.grace_left_s
+        return not self._away_left_s
+
+    @property
+    def _away_left_s(self) -> float:
+        """For how long a leaving node that holds state still waits for the coordinator."""
+        limit_s = min(AWAY_LIMIT_S, self._grace_s / 2)
+        if self._away_since_s is not None:
+            limit_s -= time.monotonic() - self._away_since_s
+        return min(max(0.0, limit_s), self.grace_left_s)
 
     async def _attend_once(self, address: str, holder: StageHolder) -> str:
         """One session; returns why it broke."""
@@ -220,7 +240,6 @@ class NodeSession:
     async def _attend(self, address: str, holder: StageHolder) -> None:
         """One session, from Hello to its end."""
         membership = self._membership
-        self._swarm.epoch = 0
         # A queue of its own: the broken session's call may still wait for an event, and take it.
         self._outbox = outbox = asyncio.Queue[coordinator_pb2.NodeEvent]()
         self._term = 0
@@ -231,7 +250,7 @@ class NodeSession:
             parts = [
                 asyncio.create_task(self._obey_all(call, holder, address)),
                 asyncio.create_task(self._once_led(lambda: self._heartbeat(holder))),
-                asyncio.create_task(self._once_led(lambda: self._say_farewell(holder))),
+                asyncio.create_task(self._say_farewell(holder)),
             ]
             try:
                 done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -282,6 +301,14 @@ class NodeSession:
 
     async def _say_farewell(self, holder: StageHolder) -> None:
         await self._leaving.wait()
+        patience_s = self._away_left_s if holder.held() is not None else 0.0
+        try:
+            async with asyncio.timeout(max(patience_s, _LEAST_LEAD_S)):
+                await self._led.wait()
+        except TimeoutError:
+            raise UnreachableError(
+                "the coordinator has not said in time that it leads; this node leaves"
+            ) from None
         farewell = coordinator_pb2.Farewell(
             reason="its owner stopped it", grace_s=self.grace_left_s
         )

@@ -33,18 +33,21 @@ def to_evict(
     return going
 
 
-def evict(folder: Path, max_bytes: int, *, kept: Collection[str]) -> None:
-    """Remove shards from `folder` until it holds at most `max_bytes`. What can't be removed now
-    goes another time."""
+def evict(folder: Path, max_bytes: int, *, kept: Collection[str]) -> int:
+    """Remove shards from `folder` until it holds at most `max_bytes`; returns how many bytes went.
+    What can't be removed now goes another time."""
     files = []
     for path in folder.glob("*.bin"):
         with contextlib.suppress(OSError):
             status = path.stat()
             files.append(CachedFile(path.name, status.st_size, status.st_mtime))
+    freed = 0
     for file in to_evict(files, max_bytes, kept=kept):
         log.info("the shard cache is full; removing %s", file.name)
         with contextlib.suppress(OSError):
             (folder / file.name).unlink()
+            freed += file.num_bytes
+    return freed
 
 
 def mark_used(path: Path) -> None:

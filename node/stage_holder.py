@@ -9,24 +9,25 @@ import asyncio
 import logging
 import statistics
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from shoal.compression.registry import parse_boundary
 from shoal.node.admission import Membership
-from shoal.node.apprentice import Apprentice, Load
-from shoal.node.boundary_fetch import BoundaryFetch
+from shoal.node.apprentice import Apprentice
 from shoal.node.boundary_log import BoundaryLog
 from shoal.node.data import ShardCache, TokenSource
+from shoal.node.disk_room import DiskRoom
 from shoal.node.hardware import Device
 from shoal.node.inbox import BoundaryInbox
+from shoal.node.member_reports import trouble_event
 from shoal.node.reduce_inbox import ReduceInbox
-from shoal.node.replay import StageReplay
+from shoal.node.stage_loader import StageLoader
 from shoal.node.stage_member import Prepared, StageMember
 from shoal.node.stage_worker import StageWorker
-from shoal.node.state_fetch import FetchProgress
 from shoal.node.state_pins import PinnedState, StatePins
-from shoal.node.state_transfer import StateTransfer, Version
+from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     BoundaryHoleError,
@@ -64,20 +65,37 @@ class StageHolder:
         report: Report,
         faults: Faults = NO_FAULTS,
         max_cache_bytes: int | None = None,
+        room: DiskRoom | None = None,
     ) -> None:
         run = membership.run
-        self._run = run
         self._credentials = membership.credentials
         self._device = device
         self._boundary = parse_boundary(run.spec.pipeline.boundary)
-        self._shards = ShardCache(folder / "shards", self._fetch_shard, max_bytes=max_cache_bytes)
+        self._room = room or DiskRoom(report)
+        self._shards = ShardCache(
+            folder / "shards",
+            self._fetch_shard,
+            max_bytes=max_cache_bytes,
+            on_full=self._room.note,
+        )
         self._num_chunks = 0
-        self._tokens = TokenSource(run, self._shards)
         self.boundary_log = BoundaryLog(
             folder / "boundary-log",
             run.run_id,
             boundary=self._boundary.spec,
             budget_bytes=run.spec.fault.boundary_log_mb * 10**6,
+        )
+        self._loader = StageLoader(
+            run,
+            device,
+            boundary=self._boundary,
+            credentials=membership.credentials,
+            tokens=TokenSource(run, self._shards),
+            transfer=transfer,
+            log=self.boundary_log,
+            room=self._room,
+            send=send,
+            report=report,
         )
         self._scratch = scratch
         self._transfer = transfer
@@ -94,8 +112,8 @@ class StageHolder:
         self._held_sums: Prepared | None = None  # of a session that broke before their commit
         self._taking: asyncio.Task[None] | None = None
         self._pins: StatePins | None = None
-        self._replaying = ""
-        self._fetching: tuple[str, FetchProgress] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # of incarnations that are over
+        self._committing = False
         self._busy_s: deque[float] = deque(maxlen=16)
         self._leaving = False
 
@@ -179,7 +197,9 @@ class StageHolder:
             elif kind == "reduce":
                 await member.reduce(command.reduce)
             elif kind == "commit":
+                self._committing = True
                 await member.commit(command.commit)
+                self._committing = False
             elif kind == "snapshot":
                 self._tasks.spawn(self._snapshot(member, command.snapshot.step))
                 # Lets it queue the copy, before a command that changes the state is read.
@@ -200,17 +220,29 @@ class StageHolder:
     async def detach(self) -> None:
         """The incarnation is over; the state stays."""
         await self._stop_taking()
-        member, self.member = self.member, None
-        await self._close_pins()
+        member = await self._end_member()
         if member is not None:
             self._held_sums = member.prepared
-            await member.close()
             if member.apprentice is not None:
                 self._drop_state()  # a part of it, or one that nobody has checked
+            elif self._committing:
+                await self._look_again()
             self.on_stage()
+        self._committing = False
+
+    async def _look_again(self) -> None:
+        """The session broke over a commit: it is applied to its end all the same, or was not."""
+        worker = self._worker
+        assert worker is not None, "a member has one"
+        try:
+            self._weights_digest = await worker.weights_digest()
+        except _OWN_FAILURES as error:
+            log.warning("the state is lost: %s: %s", type(error).__name__, error)
+            self._drop_state()
 
     async def close(self) -> None:
         await self.detach()
+        await self._all_ended()
         self._drop_state()
         self._transfer.forget()
         await self._shards.aclose()
@@ -218,15 +250,13 @@ class StageHolder:
 
     def trouble(self, incarnation: int, error: Exception) -> None:
         log.warning("%s: %s", type(error).__name__, error)
+        self._room.note(error)
         self._send_event(
-            coordinator_pb2.NodeEvent(
-                trouble=coordinator_pb2.Trouble(
-                    kind=coordinator_pb2.TROUBLE_KIND_OWN_FAILURE,
-                    incarnation=incarnation,
-                    error=type(error).__name__,
-                    detail=str(error)[:500],
-                    peer_id=error.peer_id if isinstance(error, BoundaryHoleError) else "",
-                )
+            trouble_event(
+                coordinator_pb2.TROUBLE_KIND_OWN_FAILURE,
+                error,
+                incarnation=incarnation,
+                peer_id=error.peer_id if isinstance(error, BoundaryHoleError) else "",
             )
         )
 
@@ -239,17 +269,16 @@ class StageHolder:
             self.trouble(assign.incarnation, error)
 
     async def _load(self, assign: coordinator_pb2.Assign) -> None:
-        member, self.member = self.member, None
-        await self._close_pins()
-        if member is not None:
-            await member.close()
+        await self._end_member()
+        await self._room.wait()
         worker = self._worker
         if assign.source == coordinator_pb2.STATE_SOURCE_KEEP:
             if worker is None or worker.spec.stage != assign.stage:
                 raise WrongLeaseError(f"stage {assign.stage} is to be kept, but isn't held")
         else:
-            self._drop_state()  # first: there may not be memory for two
-            worker = await self._fresh_worker(assign)
+            await self._all_ended()  # first: there may not be memory for two
+            self._drop_state()
+            worker = await self._loader.load(assign)
         digest = await worker.weights_digest()
         is_worker = assign.tier == types_pb2.TIER_WORKER
         self._worker, self._weights_digest = worker, digest
@@ -287,82 +316,13 @@ class StageHolder:
         self._send_event(coordinator_pb2.NodeEvent(ready=ready))
         self.on_stage()
 
-    async def _fresh_worker(self, assign: coordinator_pb2.Assign) -> StageWorker:
-        """A worker with the assigned state. Half-loaded ones are never kept, nor offered."""
-        worker = StageWorker(
-            self._run,
-            assign.stage,
-            boundary=self._boundary,
-            device=self._device,
-            tokens=self._tokens,
-        )
-        try:
-            await worker.create()
-            if assign.source == coordinator_pb2.STATE_SOURCE_INIT:
-                await worker.initialise()
-                return worker
-            if assign.source == coordinator_pb2.STATE_SOURCE_REPLAY:
-                await self._rebuild(worker, assign)
-                return worker
-            await self._fill(worker, assign)
-        except BaseException:
-            worker.close()
-            raise
-        return worker
-
-    async def _fill(self, worker: StageWorker, assign: coordinator_pb2.Assign) -> None:
-        """Fetch what was assigned, into the worker."""
-        is_worker = assign.tier == types_pb2.TIER_WORKER
-        donors = None
-        if assign.source == coordinator_pb2.STATE_SOURCE_PEER:
-            donors = assign.donors
-            names = ", ".join(member.name for member in donors.members)
-            self._report(f"copying stage {assign.stage} from {names}")
-        else:
-            self._report(f"fetching the snapshot of stage {assign.stage} at step {assign.step}")
-        part = types_pb2.STATE_PART_WEIGHTS if is_worker else types_pb2.STATE_PART_ALL
-        load = worker.load_weights if is_worker else worker.load
-        self._fetching = "the weights" if is_worker else "the state", FetchProgress()
-        try:
-            await self._fetch(
-                (assign.stage, assign.step, part),
-                donors,
-                lambda path: load(path, assign.step),
-                self._fetching[1],
-            )
-        finally:
-            self._fetching = None
-
-    async def _fetch(
-        self,
-        version: Version,
-        donors: coordinator_pb2.Donors | None,
-        load: Load,
-        progress: FetchProgress,
-    ) -> int:
-        """Fetch a version and load it; returns the weights' digest, which is compared with the
-        recorded one where the version has weights."""
-        digest = 0
-        expected = None
-        if donors and donors.has_weights_digest and version[2] != types_pb2.STATE_PART_MOMENTS:
-            expected = donors.weights_digest
-
-        async def judge(path: Path) -> bool:
-            nonlocal digest
-            digest = await load(path)
-            return expected is None or digest == expected
-
-        path = await self._transfer.fetch_state(version, donors, judge=judge, progress=progress)
-        await asyncio.to_thread(path.unlink, missing_ok=True)
-        return digest
-
     def _apprentice(self, member: StageMember) -> Apprentice:
         incarnation, stage = member.incarnation, member.worker.spec.stage
         return Apprentice(
             member.worker,
             incarnation=incarnation,
             scratch=self._scratch,
-            fetch=lambda step, part, donors, load, progress: self._fetch(
+            fetch=lambda step, part, donors, load, progress: self._loader.fetch(
                 (stage, step, part), donors, load, progress
             ),
             on_step=member.close_step,
@@ -372,12 +332,8 @@ class StageHolder:
 
     def waiting_for(self) -> str:
         """What the node waits for, in plain words; empty while it computes."""
-        if self._fetching is not None:
-            what, progress = self._fetching
-            names = " and ".join(progress.sources) or "donors that are preparing it"
-            return f"warming up: {100 * progress.share:.0f} % of {what} from {names}"
-        if self._replaying:
-            return self._replaying
+        if waits := self._loader.waiting_for:
+            return waits
         member = self.member
         if member is None:
             return "an assignment"
@@ -386,49 +342,26 @@ class StageHolder:
             return waits
         return "; ".join(filter(None, [member.apprentice.progress(), waits]))
 
-    async def _close_pins(self) -> None:
+    async def _end_member(self) -> StageMember | None:
+        """The incarnation is over, also when whoever asks is cancelled. Returns it once it computes
+        and sends no more; versions that it still writes for joiners hold nobody up."""
+        member, self.member = self.member, None
         pins, self._pins = self._pins, None
         if pins is not None:
-            await pins.close()
+            self._end(pins.close())
+        if member is not None:
+            await asyncio.shield(self._end(member.close()))
+        return member
 
-    async def _rebuild(self, worker: StageWorker, assign: coordinator_pb2.Assign) -> None:
-        """The state of a lost stage, by replay."""
-        replay, stage = assign.replay, assign.stage
-        self._report(
-            f"replaying stage {stage} from step {replay.base_step} to {assign.step}, out of the "
-            "logs of its neighbours"
-        )
-        if replay.base_step:
-            base = coordinator_pb2.Assign(
-                stage=stage, step=replay.base_step, source=coordinator_pb2.STATE_SOURCE_SNAPSHOT
-            )
-            await self._fill(worker, base)
-        else:
-            await worker.initialise()
+    def _end(self, closing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._tasks.spawn(closing)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
 
-        def progress(step: int, log_bytes: int) -> None:
-            self._replaying = f"its replay: step {step} of {assign.step}"
-            replaying = coordinator_pb2.Replaying(
-                incarnation=assign.incarnation, step=step, log_bytes=log_bytes
-            )
-            self._send_event(coordinator_pb2.NodeEvent(replaying=replaying))
-
-        fetch = BoundaryFetch(
-            self._run, stage, replay.logs, boundary=self._boundary, credentials=self._credentials
-        )
-        try:
-            async with fetch:
-                await StageReplay(
-                    worker,
-                    replay,
-                    fetch=fetch,
-                    boundary=self._boundary,
-                    device=self._device.torch_device,
-                    log=self.boundary_log,
-                    progress=progress,
-                ).run()
-        finally:
-            self._replaying = ""
+    async def _all_ended(self) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     def _drop_state(self) -> None:
         self._held_sums = None
@@ -463,11 +396,11 @@ class StageHolder:
             self._report(f"the snapshot of step {step} was not taken: {error}")
         except _OWN_FAILURES as error:
             log.warning("the snapshot of step %d: %s: %s", step, type(error).__name__, error)
-            trouble = coordinator_pb2.Trouble(
-                kind=coordinator_pb2.TROUBLE_KIND_SNAPSHOT,
-                incarnation=member.incarnation,
-                error=type(error).__name__,
-                detail=str(error)[:500],
-                step=step,
+            self._send_event(
+                trouble_event(
+                    coordinator_pb2.TROUBLE_KIND_SNAPSHOT,
+                    error,
+                    incarnation=member.incarnation,
+                    step=step,
+                )
             )
-            self._send_event(coordinator_pb2.NodeEvent(trouble=trouble))

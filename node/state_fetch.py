@@ -92,7 +92,7 @@ class StateFetch:
         """The whole file, every chunk of it verified.
 
         Raises `UnreachableError` when no donor is left, the `ProtocolError` of the last one when
-        all of them lie or refuse, `StorageError` for the own disk.
+        all of them lie or refuse, `StorageError` for the own disk and no other.
         """
         try:
             described, errors = await self._describe_all()
@@ -161,7 +161,7 @@ class StateFetch:
                     f"{source.name} claims weights {claimed:#x}; the run's are {expected:#x}"
                 )
         except grpc.aio.AioRpcError as rpc_error:
-            return error_from_rpc(rpc_error)
+            return _refusal(source, rpc_error)
         except ShoalError as error:
             if isinstance(error, _DISHONEST):
                 self._blame([source], error)
@@ -215,7 +215,7 @@ class StateFetch:
                 failures = 0
                 continue
             except grpc.aio.AioRpcError as rpc_error:
-                error = error_from_rpc(rpc_error)
+                error = _refusal(source, rpc_error)
             except StorageError:
                 raise
             except ShoalError as shoal_error:
@@ -298,3 +298,11 @@ class StateFetch:
             log.warning("%s gave a wrong state: %s", source.name, error)
             if source.peer_id is not None:
                 self._on_bad(source.peer_id, error)
+
+
+def _refusal(source: StateSource, rpc_error: grpc.aio.AioRpcError) -> ShoalError:
+    """Why a donor gives nothing. Its disk is not this node's."""
+    error = error_from_rpc(rpc_error)
+    if isinstance(error, StorageError):
+        return UnreachableError(f"{source.name} can't read its copy: {error}")
+    return error

@@ -28,6 +28,7 @@ PIN_LAG_S = 10.0
 """How long before its donor a joiner may hear of a pin."""
 
 Part: TypeAlias = types_pb2.StatePart.ValueType
+Written: TypeAlias = tuple[Path, peer_pb2.StateDescription]
 Save = Callable[[Path, Part], Awaitable[tuple[int, int]]]
 """Writes a part of the state as it is when called; returns its step and the weights' digest."""
 
@@ -42,8 +43,9 @@ class PinnedState:
 
 @dataclass(slots=True)
 class _Pin:
-    writing: "asyncio.Task[PinnedState]"
+    writing: "asyncio.Task[Written]"
     expiry: asyncio.TimerHandle
+    urgent: bool
 
 
 class StatePins:
@@ -54,7 +56,7 @@ class StatePins:
         self._step = step
         self._save = save
         self._pins: dict[tuple[int, Part], _Pin] = {}
-        self._writing: set[asyncio.Task[PinnedState]] = set()
+        self._writing: set[asyncio.Task[Written]] = set()
         self._changed = asyncio.Condition()
 
     @property
@@ -70,17 +72,18 @@ class StatePins:
         for version, urgent in wanted.items():
             step, part = version
             if version in self._pins:
+                self._pins[version].urgent = urgent
                 continue
             if step != self._step() or part not in PARTS or len(self._pins) >= MAX_PINS:
                 # A joiner that asks for it hears so, and has other donors or gets a newer version.
                 log.warning("can't pin step %d, part %d; holding %d", step, part, self._step())
                 continue
-            writing = asyncio.create_task(self._write(step, part, urgent))
+            writing = asyncio.create_task(self._write(step, part))
             self._writing.add(writing)
             writing.add_done_callback(self._writing.discard)
             writing.add_done_callback(_note)
             expiry = asyncio.get_running_loop().call_later(MAX_AGE_S, self._drop, version)
-            self._pins[version] = _Pin(writing, expiry)
+            self._pins[version] = _Pin(writing, expiry, urgent)
         await asyncio.sleep(0)  # lets the new tasks queue their copies
         async with self._changed:
             self._changed.notify_all()
@@ -95,7 +98,9 @@ class StatePins:
             raise WrongStepError(
                 f"the state of step {step} is not pinned here; this node is at {self._step()}"
             ) from None
-        return await asyncio.shield(self._pins[version].writing)
+        pin = self._pins[version]
+        path, description = await asyncio.shield(pin.writing)
+        return PinnedState(path, description, pin.urgent)
 
     async def close(self) -> None:
         for version in list(self._pins):
@@ -103,7 +108,7 @@ class StatePins:
         await asyncio.gather(*self._writing, return_exceptions=True)
         await asyncio.sleep(0)  # lets their files go
 
-    async def _write(self, step: int, part: Part, urgent: bool) -> PinnedState:
+    async def _write(self, step: int, part: Part) -> Written:
         path = self._folder / f"pin-{step}-{part}-{uuid.uuid4().hex}.safetensors"
         saved, digest = await self._save(path, part)
         try:
@@ -115,7 +120,7 @@ class StatePins:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return PinnedState(path, description, urgent)
+        return path, description
 
     def _drop(self, version: tuple[int, Part]) -> None:
         """Whoever reads the file goes on reading it to the end of the request."""
@@ -126,12 +131,12 @@ class StatePins:
         pin.writing.add_done_callback(_unlink)
 
 
-def _unlink(writing: "asyncio.Task[PinnedState]") -> None:
+def _unlink(writing: "asyncio.Task[Written]") -> None:
     if not writing.cancelled() and writing.exception() is None:
-        writing.result().path.unlink(missing_ok=True)
+        writing.result()[0].unlink(missing_ok=True)
 
 
-def _note(writing: "asyncio.Task[PinnedState]") -> None:
+def _note(writing: "asyncio.Task[Written]") -> None:
     """A version that can't be written (the disk is full) costs the joiner a donor, no more."""
     if not writing.cancelled() and isinstance(writing.exception(), ShoalError):
         log.warning("could not pin a version of the state: %s", writing.exception())

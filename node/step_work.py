@@ -147,7 +147,13 @@ class StepWork(Generic[P, T]):
 
     def next_task(self) -> Task | None:
         """What to compute now; None when input or credit is missing, the window is full, or a
-        task runs."""
+        task runs. It runs from now on."""
+        task = self._choose()
+        if task is not None:
+            self._running = task.microbatch
+        return task
+
+    def _choose(self) -> Task | None:
         if self._running is not None:
             return None
         backwards, in_flight = [], []
@@ -166,11 +172,9 @@ class StepWork(Generic[P, T]):
             if self._is_ready(slot)
             and (self._last or outstanding[slot.lease.downstream] < self._credits)
         ]
-        task = next_task(
+        return next_task(
             forwards=forwards, backwards=backwards, in_flight=in_flight, window=self._window
         )
-        self._running = task.microbatch if task else None
-        return task
 
     def _is_ready(self, slot: _Slot[P, T]) -> bool:
         """Its forward has its input and is still to be computed."""
@@ -252,10 +256,7 @@ class StepWork(Generic[P, T]):
         A gradient before an activation: whoever follows such answers from node to node comes to
         the one that holds up the step, and in a circle only where a tensor was lost on its way.
         """
-        if self._running is not None:
-            return NOBODY
-        if self.next_task() is not None:
-            self._running = None
+        if self._running is not None or self._choose() is not None:
             return NOBODY
         waits = sorted(self.waits_for(), key=lambda wait: (wait[0] == "forward", wait[1]))
         return waits[0][2] if waits else NOBODY

@@ -4,7 +4,7 @@
 import asyncio
 
 from shoal.protocol.errors import FencedError, UnknownPeerError
-from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
 _MAX_FENCED = 1024
@@ -15,7 +15,6 @@ class SwarmView:
     """The newest plan. Other nodes may have heard of a newer one: `known` waits for it."""
 
     def __init__(self) -> None:
-        self.epoch = 0
         self._members: dict[Incarnation, types_pb2.Member] = {}
         self._fenced: set[Incarnation] = set()
         self._changed = asyncio.Condition()
@@ -23,7 +22,6 @@ class SwarmView:
     async def update(self, plan: coordinator_pb2.Plan) -> set[Incarnation]:
         """Take a plan; returns the incarnations that are gone since the last one."""
         before = set(self._members)
-        self.epoch = plan.epoch
         self._members = {Incarnation(m.incarnation): m for m in plan.members}
         fenced = self._fenced | {Incarnation(i) for i in plan.fenced}
         self._fenced = set(sorted(fenced)[-_MAX_FENCED:])
@@ -37,9 +35,6 @@ class SwarmView:
     def name(self, incarnation: Incarnation) -> str:
         member = self._members.get(incarnation)
         return member.name if member else f"incarnation {incarnation}"
-
-    def replicas(self, stage: Stage) -> int:
-        return sum(m.stage == stage for m in self._members.values())
 
     def check(self, incarnation: Incarnation, peer_id: PeerId) -> types_pb2.Member:
         """The member, if that is who speaks. Raises `FencedError` or `UnknownPeerError`."""

@@ -23,10 +23,12 @@ class AtomicFile:
     `StorageError` and discards the temporary file.
     """
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
-        """Not `durable`: whole or not at all, yet not kept through a power failure."""
+    def __init__(self, path: Path, *, durable: bool = True, expected_bytes: int = 0) -> None:
+        """Not `durable`: whole or not at all, yet not kept through a power failure.
+        `expected_bytes`, where known, are named when the disk is full."""
         self.path = path
         self._durable = durable
+        self._expected_bytes = expected_bytes
         self._temporary = path.with_name(
             f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
         )
@@ -35,7 +37,7 @@ class AtomicFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._temporary, "xb")  # noqa: SIM115 - outlives this call
         except OSError as error:
-            raise storage_error(path, error) from error
+            raise self._storage_error(error) from error
 
     def make_private(self) -> None:
         """For secrets: nobody but the owner may read it, now or under its name."""
@@ -47,7 +49,7 @@ class AtomicFile:
             self._file.write(data)
         except OSError as error:
             self.discard()
-            raise storage_error(self.path, error) from error
+            raise self._storage_error(error) from error
 
     def commit(self) -> None:
         """Under its name when this returns, durably unless told otherwise."""
@@ -62,7 +64,7 @@ class AtomicFile:
                 fsync_folder(self.path.parent)
         except OSError as error:
             self.discard()
-            raise storage_error(self.path, error) from error
+            raise self._storage_error(error) from error
 
     def discard(self) -> None:
         """Remove the temporary file; a second call, or one after the commit, does nothing."""
@@ -72,6 +74,9 @@ class AtomicFile:
             pass  # what could not be flushed is thrown away anyhow
         finally:
             self._temporary.unlink(missing_ok=True)
+
+    def _storage_error(self, error: OSError) -> StorageError:
+        return storage_error(self.path, error, needed_bytes=self._expected_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -117,12 +122,16 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def storage_error(path: Path, error: OSError) -> StorageError:
-    """The same failure in a user's words, with a remedy."""
+def storage_error(path: Path, error: OSError, *, needed_bytes: int = 0) -> StorageError:
+    """The same failure in a user's words, with a remedy. `needed_bytes`: how much more room a full
+    disk must have, where that is known."""
     cause = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = f"free some space under {path.parent}, or keep it on a larger disk"
-        return DiskFullError(f"{path}: {cause}; {remedy}.")
+        some = f"{needed_bytes / 1e6:,.1f} MB" if needed_bytes else "some space"
+        remedy = f"free {some} under {path.parent}, or keep it on a larger disk"
+        return DiskFullError(
+            f"{path}: {cause}; {remedy}.", folder=str(path.parent), needed_bytes=needed_bytes
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"make {path.parent} writable for this user, or choose another folder"
     else:

@@ -43,6 +43,12 @@ class StorageError(ShoalError):
 class DiskFullError(StorageError):
     """No room on a disk: it may pass, and nothing was damaged."""
 
+    def __init__(self, message: str, *, folder: str = "", needed_bytes: int = 0) -> None:
+        """`folder` is where room is needed; of a disk of this process only."""
+        super().__init__(message)
+        self.folder = folder
+        self.needed_bytes = needed_bytes
+
 
 class CoordinatorDiskError(StorageError):
     """The coordinator's disk refused what a node sent: not the node's trouble."""

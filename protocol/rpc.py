@@ -4,10 +4,12 @@
 Every channel and server is made here, so limits, keepalive and pinning are the same everywhere.
 """
 
+import asyncio
 import random
 import re
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,6 +26,9 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.ids import PeerId
 from shoal.protocol.join_link import split_address
+from shoal.protocol.printable import printable
+
+R = TypeVar("R")
 
 DEADLINE_S: Final = 10.0
 """For a unary call that does no heavy work. Bulk transfers bring their own."""
@@ -227,12 +232,26 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ShoalEr
     await context.abort(error.grpc_status, details)
 
 
+async def reply_of(call: Awaitable[R]) -> R:
+    """A unary call's reply, for callers that outlive the channel.
+
+    gRPC ends a call whose channel is closed here with `CancelledError`, as if somebody had
+    cancelled the task that waits. That becomes `UnreachableError`.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise UnreachableError("the connection was closed before the answer came") from None
+
+
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> ShoalError:
     """What a failed call means: the other side's `ShoalError`, or why nobody answered."""
     code = rpc_error.code()
     raw_details = (rpc_error.details() or "no details")[:_MAX_DETAIL_CHARS]
-    # A peer's text ends up on a terminal: control characters must not.
-    details = "".join(c if c.isprintable() or c == "\n" else "?" for c in raw_details)
+    details = printable(raw_details, kept="\n")
     match = _CLASS_AND_MESSAGE.fullmatch(details)
     if match is not None and (cls := error_class(match[1])) is not ShoalError:
         return cls(match[2])

@@ -8,6 +8,7 @@ disk over a restart and needs no notes beside it. All functions block on the dis
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -96,6 +97,8 @@ def read_chunks(path: Path, wanted: Sequence[int], *, chunk_bytes: int) -> Itera
                 file.seek(offset)
                 while offset < end:
                     data = file.read(min(_PIECE_BYTES, end - offset))
+                    if not data:
+                        raise OSError("it was cut short")
                     yield StateChunk(offset=offset, data=data)
                     offset += len(data)
     except OSError as error:
@@ -107,25 +110,29 @@ class PartialState:
     and every chunk of it verified.
 
     Opening it keeps whatever the file already holds of this description. `close` leaves it as it
-    is, to be resumed; it appears under no other name.
+    is, to be resumed; it appears under no other name. It may be called while another thread is in
+    `write`, which fails then.
     """
 
     def __init__(self, path: Path, description: StateDescription) -> None:
         """`description` has been checked. Raises `StorageError`."""
         self.path = path
+        self._lock = threading.Lock()  # a descriptor that is closed may be another file's at once
         self._size = description.chunk_bytes
         self._total = description.total_bytes
         hashes = description.chunk_sha256
         self._hashes = [hashes[i : i + _SHA256_BYTES] for i in range(0, len(hashes), _SHA256_BYTES)]
+        self._file = -1
         try:
             require_space(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             known = os.fstat(self._file).st_size
             os.ftruncate(self._file, self._total)
+            self.have = {i for i in range(len(self._hashes)) if known and self._holds(i)}
         except OSError as error:
-            raise storage_error(path, error) from error
-        self.have = {i for i in range(len(self._hashes)) if known and self._holds(i)}
+            self.close()
+            raise storage_error(path, error, needed_bytes=self._total) from error
         self.resumed_bytes = sum(map(self.length, self.have))
 
     @property
@@ -135,6 +142,10 @@ class PartialState:
     @property
     def missing(self) -> int:
         return len(self._hashes) - len(self.have)
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._total - sum(map(self.length, self.have))
 
     def offset(self, index: int) -> int:
         return index * self._size
@@ -152,17 +163,19 @@ class PartialState:
         try:
             require_space(self.path)
             view, offset = memoryview(data), index * self._size
-            while view:
-                written = os.pwrite(self._file, view, offset)
-                view, offset = view[written:], offset + written
+            with self._lock:
+                while view:
+                    written = os.pwrite(self._file, view, offset)
+                    view, offset = view[written:], offset + written
         except OSError as error:
-            raise storage_error(self.path, error) from error
+            raise storage_error(self.path, error, needed_bytes=self.missing_bytes) from error
         self.have.add(index)
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     def __enter__(self) -> Self:
         return self
@@ -171,8 +184,5 @@ class PartialState:
         self.close()
 
     def _holds(self, index: int) -> bool:
-        try:
-            data = os.pread(self._file, self.length(index), index * self._size)
-        except OSError as error:
-            raise storage_error(self.path, error) from error
+        data = os.pread(self._file, self.length(index), index * self._size)
         return hashlib.sha256(data).digest() == self._hashes[index]

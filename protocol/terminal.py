@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.protocol.printable import printable
+
 EXIT_INTERRUPTED: Final = 130
 """Ended by a signal before anything was handed over: a second Ctrl-C, or one with nothing begun."""
 
@@ -26,7 +28,7 @@ class Terminal:
         self.console = console or Console()
 
     def line(self, text: str) -> None:
-        self.console.print(Text(_printable(text)), soft_wrap=True)
+        self.console.print(Text(printable(text, instead=" ")), soft_wrap=True)
 
     @contextlib.contextmanager
     def live(self, status: Callable[[], str]) -> Iterator[None]:
@@ -36,15 +38,12 @@ class Terminal:
             return
 
         def draw() -> Text:
-            return Text(_printable(status()), style="bold", no_wrap=True, overflow="ellipsis")
+            return Text(
+                printable(status(), instead=" "), style="bold", no_wrap=True, overflow="ellipsis"
+            )
 
         with Live(console=self.console, get_renderable=draw, refresh_per_second=2, transient=True):
             yield
-
-
-def _printable(text: str) -> str:
-    """Peers choose some of these texts, and terminals obey escape sequences."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def quit_now(exit_code: int = EXIT_INTERRUPTED) -> NoReturn:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
-from shoal.protocol.faults import COORDINATOR_MOMENTS, Action, Fault, Moment
+from shoal.protocol.faults import COORDINATOR_MOMENTS, LINK_ACTIONS, Action, Fault, Moment
 
 COORDINATOR = "coordinator"
 
@@ -37,7 +37,6 @@ _COORDINATOR_ACTIONS = (
     (Action.TERM, 1),
     (Action.FULL_DISK, 1),
 )
-_LINK_ACTIONS = (Action.DROP_LINK, Action.DELAY_LINK)
 
 _ONCE_A_STEP = (Moment.MID_REDUCE, Moment.PREPARED, Moment.COMMITTED)
 
@@ -131,7 +130,7 @@ def draw(seed: int, number: int, facts: SwarmFacts) -> Strike | None:
     node = rng.choice(sorted(facts.nodes, key=lambda node: node.process))
     moment = rng.choice(moments_of(node.stage, facts.num_stages))
     alone = len(facts.nodes) == 1
-    action = _weighted(rng, [a for a in _NODE_ACTIONS if not (alone and a[0] in _LINK_ACTIONS)])
+    action = _weighted(rng, [a for a in _NODE_ACTIONS if not (alone and a[0] in LINK_ACTIONS)])
     replicas = sum(other.stage == node.stage for other in facts.nodes)
     share = facts.microbatches // (2 * replicas)
     return Strike(

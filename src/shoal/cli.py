@@ -21,6 +21,7 @@ import typer
 
 from shoal.lifeline import end_with_stdin
 from shoal.protocol.errors import ShoalError, UnreachableError
+from shoal.protocol.printable import printable
 from shoal.protocol.terminal import EXIT_INTERRUPTED, quits_on_signals
 from shoal.version import PROTOCOL_VERSION, __version__
 
@@ -183,7 +184,7 @@ def main() -> None:
 
 def _say(text: str) -> None:
     """One line, whatever a peer put into the error's text."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    line = " ".join(printable(text, instead=" ").split())
     typer.echo(f"shoal: {line}", err=True)
 
 

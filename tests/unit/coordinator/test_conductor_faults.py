@@ -271,10 +271,40 @@ def test_a_node_that_fails_three_times_is_let_go() -> None:
     assert_undisturbed(swarm)
 
 
+def test_a_node_whose_disk_is_full_is_never_sent_away() -> None:
+    """It waits for room by itself; and nobody waits for it, where others hold its stage."""
+    swarm = FakeSwarm(make_run(steps=20), 4)
+    swarm.run_until(in_step(swarm))
+    node = swarm.at(0)[0]
+    for _ in range(5):
+        swarm.run_until(
+            lambda: (
+                node.current is not None
+                and node.incarnation == swarm.conductor.sessions[node.peer_id].incarnation
+            )
+        )
+        node.trouble(pb.TROUBLE_KIND_OWN_FAILURE, "no space left", error="DiskFullError")
+        while node.events:
+            node.report()
+        assert swarm.conductor.sessions[node.peer_id].held() is None
+    assert swarm.conductor.sessions[node.peer_id].failures == 0
+    swarm.finish()
+    assert_undisturbed(swarm)
+
+
+def test_the_only_holder_of_a_stage_keeps_its_state_though_its_disk_is_full() -> None:
+    swarm = FakeSwarm(make_run(replicas=1, snapshot_every=50), 2)
+    swarm.run_until(in_step(swarm))
+    swarm.at(1)[0].trouble(pb.TROUBLE_KIND_OWN_FAILURE, "no space left", error="DiskFullError")
+    swarm.finish()
+    assert not {"rolled_back", "replay", "replayed"} & set(kinds(swarm))
+    assert_undisturbed(swarm)
+
+
 def test_the_only_holder_of_a_stage_that_fails_in_a_step_keeps_its_state() -> None:
     swarm = FakeSwarm(make_run(replicas=1, snapshot_every=50), 2)
     swarm.run_until(in_step(swarm))
     swarm.at(1)[0].trouble(pb.TROUBLE_KIND_OWN_FAILURE, "a failed kernel")
     swarm.finish()
-    assert "rolled_back" not in kinds(swarm)
+    assert not {"rolled_back", "replay", "replayed"} & set(kinds(swarm))
     assert_undisturbed(swarm)

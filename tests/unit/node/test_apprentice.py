@@ -26,6 +26,8 @@ class Stage:
         self.runtime = SimpleNamespace(step=step)
         self.moments: int | None = None
         self.advanced: list[int] = []
+        self.may_advance = asyncio.Event()
+        self.may_advance.set()
 
     async def load_weights(self, path: Path, step: int) -> int:
         await asyncio.sleep(0)
@@ -49,6 +51,7 @@ class Stage:
         assert projections["weights of step"] == commit.step - 1
         assert self.moments == commit.step - 1
         assert totals.tolist() == [commit.step]
+        await self.may_advance.wait()
         self.moments = commit.step
         self.advanced.append(commit.step)
 
@@ -206,3 +209,27 @@ async def test_weights_that_are_not_to_be_had_are_reported(bench: Bench) -> None
     await bench.pull(6, WEIGHTS)
     await bench.arrive(WEIGHTS)
     assert [str(e) for e in bench.trouble] == ["the donors are gone"]
+
+
+async def test_moments_asked_for_anew_while_older_ones_are_brought_forward(bench: Bench) -> None:
+    """What was under way must not be taken for the version that is still to come."""
+    await bench.pull(5, MOMENTS)
+    await bench.commit(6)
+    await bench.arrive(MOMENTS)
+    bench.stage.may_advance.clear()
+    await bench.pull(6, WEIGHTS)
+    await bench.arrive(WEIGHTS)
+    await bench.pull(6, MOMENTS)
+    bench.stage.may_advance.set()
+    await bench.settle()
+    assert not bench.apprentice.is_promoted
+    await bench.arrive(MOMENTS)
+    assert bench.said()[-1] == ("promoted", 6)
+    assert bench.stage.moments == 6
+
+
+async def test_a_bug_while_pulling_is_reported(bench: Bench) -> None:
+    bench.failure = KeyError("a bug")
+    await bench.pull(5, MOMENTS)
+    await bench.arrive(MOMENTS)
+    assert [type(error) for error in bench.trouble] == [KeyError]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums that wait: in order, in memory up to a bound, then on disk, then no more."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,14 @@ async def test_closing_removes_the_files(tmp_path: Path) -> None:
     log.close()
     assert list(tmp_path.iterdir()) == []
     assert len(log) == 0
+
+
+async def test_closing_while_the_oldest_is_read_leaves_nothing(tmp_path: Path) -> None:
+    log = await filled(tmp_path, range(1, 4), ram_bytes=0)
+    reading = asyncio.create_task(log.pop())
+    await asyncio.sleep(0)
+    log.close()
+    found, sums = await reading
+    assert found == commit(1)
+    assert torch.equal(sums, totals(1))
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import pytest
 
 from shoal.node import daemon_file
@@ -77,6 +78,18 @@ def test_a_process_that_got_the_pid_of_a_dead_daemon_is_left_alone(
     with holding(tmp_path), pytest.raises(UnreachableError, match="just starting or ending"):
         ask_to_finish(tmp_path, None)
     assert signals == []
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="elsewhere processes keep their times")
+def test_a_daemon_is_found_though_the_clock_was_set_meanwhile(
+    tmp_path: Path, signals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(tmp_path, own_record("amber-fox"))
+    boot_s = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 3600.0)
+    with holding(tmp_path):
+        assert ask_to_finish(tmp_path, None).name == "amber-fox"
+    assert signals == [FINISH_SIGNAL]
 
 
 def test_a_daemon_that_ends_in_this_moment_is_not_signalled(

@@ -2,6 +2,7 @@
 """A node's samples: cached shards, and windows read across their edges."""
 
 import asyncio
+import errno
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from shoal.node.data import ShardCache, TokenSource
+from shoal.protocol import atomic_file
 from shoal.protocol.errors import (
     ChecksumError,
     DataError,
+    DiskFullError,
     OversizedStreamError,
     ProtocolError,
     StorageError,
@@ -317,3 +320,54 @@ async def test_a_cache_that_is_full_keeps_what_this_step_and_the_last_one_read(
     in_two_steps = 2 * 3 * 2 * 3  # steps, microbatches, rows, shards a row at most
     assert kept <= in_two_steps * 6 * run.data.token_bytes
     assert len(files(tmp_path)) < 40
+
+
+def full_for(monkeypatch: pytest.MonkeyPatch, folder: Path, *, beside: int) -> None:
+    """The disk is full while more than `beside` shards lie in `folder`."""
+
+    def require_space(path: Path) -> None:
+        if len(list(folder.glob("*.bin"))) > beside:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic_file, "require_space", require_space)
+
+
+async def test_on_a_full_disk_shards_that_nobody_needs_make_room(
+    origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Exception] = []
+    cache = ShardCache(tmp_path, origin.fetch, on_full=heard.append)
+    old, new = origin.add([1, 2, 3]), origin.add([4, 5, 6])
+    await cache.ensure(old, token_bytes=2)
+    cache.turn()
+    cache.turn()
+    full_for(monkeypatch, tmp_path, beside=0)
+    await cache.ensure(new, token_bytes=2)
+    assert [path.name for path in tmp_path.glob("*.bin")] == [f"{new.sha256}.bin"]
+    assert heard == []
+
+
+async def test_a_shard_for_which_there_is_no_room_says_how_much_it_needs(
+    origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[DiskFullError] = []
+    cache = ShardCache(tmp_path, origin.fetch, on_full=heard.append)
+    used, more = origin.add([1, 2, 3]), origin.add([4, 5, 6])
+    await cache.ensure(used, token_bytes=2)
+    full_for(monkeypatch, tmp_path, beside=0)
+    with pytest.raises(DiskFullError):
+        await cache.ensure(more, token_bytes=2)
+    assert [(error.folder, error.needed_bytes) for error in heard] == [(str(tmp_path), 6)]
+    assert cache.path(used).exists()
+
+
+async def test_a_full_disk_elsewhere_costs_no_shard_here(origin: Origin, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, origin.fetch)
+    old, new = origin.add([1, 2, 3]), origin.add([4, 5, 6])
+    await cache.ensure(old, token_bytes=2)
+    cache.turn()
+    cache.turn()
+    origin.error = DiskFullError("the coordinator's disk is full")
+    with pytest.raises(DiskFullError):
+        await cache.ensure(new, token_bytes=2)
+    assert cache.path(old).exists()

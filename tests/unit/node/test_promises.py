@@ -9,9 +9,11 @@ import pytest
 
 from shoal.node import promises
 from shoal.node.promises import Promises
+from shoal.protocol import disk
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import (
     MalformedFrameError,
+    OversizedStreamError,
     ProtocolError,
     RecordError,
     StorageError,
@@ -207,3 +209,19 @@ def test_another_runs_authority_is_not_trusted(desk: Desk, tmp_path: Path) -> No
     other = Authority.load_or_create(tmp_path / "other")
     with pytest.raises(ProtocolError):
         desk.node.trust(other.certificate_der)
+
+
+def test_an_id_that_no_coordinator_has_is_refused_before_it_is_written(desk: Desk) -> None:
+    with pytest.raises(OversizedStreamError):
+        desk.ask(1, "x" * 201)
+    assert desk.open().term == 0
+
+
+def test_a_record_for_which_the_disk_has_no_room_stays_in_memory_and_leaves_no_file(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.ask(1)
+    monkeypatch.setattr(disk, "_full_until_s", float("inf"))
+    desk.node.keep(desk.commit(1))
+    assert numbers(desk.ask(1)) == [(1, 1)]
+    assert [p.suffixes for p in (desk.folder / "node" / "promises").iterdir()] == [[".json"]]

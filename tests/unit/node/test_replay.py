@@ -294,6 +294,13 @@ async def test_other_weights_than_on_record_are_found_out(bench: Bench) -> None:
         await bench.replay(1, steps=steps)
 
 
+async def test_a_plan_that_leaves_out_a_microbatch_is_refused(bench: Bench) -> None:
+    steps = [coordinator_pb2.ReplayStep.FromString(s.SerializeToString()) for s in TRUTH.steps[1]]
+    del steps[1].gradients[0].microbatches[2]
+    with pytest.raises(ReplayMismatchError, match=r"plan of step 2 .* microbatch 2"):
+        await bench.replay(1, steps=steps)
+
+
 async def test_a_payload_with_nan_is_a_hole(bench: Bench) -> None:
     sent = TRUTH.sent[1, 0]
     bench.log.append(1, 0, [Sent(s.leg, s.microbatch, b"\xff" * len(s.payload)) for s in sent])

@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,17 +77,22 @@ class Servicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._world = world
         self._scripts = list(scripts)
         self.leaves: list[int] = []
+        self.renewing = asyncio.Event()
+        self.may_renew = asyncio.Event()
+        self.may_renew.set()
 
     async def Session(self, request_iterator: Events, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         pem = context.auth_context()["x509_pem_cert"][0]
         self.leaves.append(x509.load_pem_x509_certificate(pem).serial_number)
         script = self._scripts.pop(0)
-        if script.__name__ not in ("refuse", "outdated"):
+        if script.__name__ not in ("refuse", "keep_silent"):
             yield lead()
         async for command in script(request_iterator, context):
             yield command
 
     async def Renew(self, request: coordinator_pb2.RenewRequest, context: Any) -> Any:
+        self.renewing.set()
+        await self.may_renew.wait()
         leaf, expires_s = self._world.authority.issue_leaf(
             request.tls_key, peer_id_from_context(context), 3600, time.time()
         )
@@ -137,19 +142,24 @@ class World:
         )
 
     def session(
-        self, membership: Membership, *, found: str | None = None, grace_s: float = 30.0
+        self,
+        membership: Membership,
+        *,
+        found: str | None = None,
+        grace_s: float = 30.0,
+        rejoin: Callable[[], Awaitable[None]] | None = None,
     ) -> NodeSession:
         async def look() -> list[str]:
             return [found] if found else []
 
-        async def rejoin() -> None:
+        async def not_expired() -> None:
             raise AssertionError("not expired")
 
         finder: Any = SimpleNamespace(addresses=list, num_discovered=0, session_addresses=look)
         return NodeSession(
             membership, device=DEVICE, address="127.0.0.1:7", swarm=SwarmView(), finder=finder,
-            bytes_received=lambda: 0, rejoin=rejoin, report=self.reports.append, grace_s=grace_s,
-            promises=self.promises,
+            bytes_received=lambda: 0, rejoin=rejoin or not_expired, report=self.reports.append,
+            grace_s=grace_s, promises=self.promises,
         )  # fmt: skip
 
 
@@ -200,6 +210,49 @@ async def test_a_coordinator_at_another_address_is_found(world: World) -> None:
     node = world.session(world.membership("127.0.0.1:1"), found=address)
     assert await node.keep(Holder()) == "found"  # type: ignore[arg-type]
     await server.stop(0)
+
+
+async def test_where_a_new_admission_says_that_the_coordinator_is_the_node_asks(
+    world: World,
+) -> None:
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        yield dismiss("found")
+
+    server, address = await world.serve(Servicer(world, finish))
+    membership = world.membership("127.0.0.1:1")
+    membership.certificate_expires_s = 0
+
+    async def rejoin() -> None:
+        membership.take_over(world.membership(address))
+
+    node = world.session(membership, rejoin=rejoin)
+    async with asyncio.timeout(20):
+        assert await node.keep(Holder()) == "found"  # type: ignore[arg-type]
+    await server.stop(0)
+
+
+async def test_whoever_led_last_is_asked_before_others_that_are_known(world: World) -> None:
+    """A stage is lost when its holders don't come back within seconds."""
+    elsewhere: list[str] = []
+
+    async def strange(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        elsewhere.append("asked")
+        yield dismiss("elsewhere")
+
+    async def vanish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        standby = coordinator_pb2.Standby(admission=other, session=other)
+        yield coordinator_pb2.Command(standbys=coordinator_pb2.Standbys(standbys=[standby]))
+
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        yield dismiss("run is finished")
+
+    server, address = await world.serve(Servicer(world, vanish, vanish, finish))
+    other_server, other = await world.serve(Servicer(world, strange))
+    node = world.session(world.membership(address), found=other)
+    assert await node.keep(Holder()) == "run is finished"  # type: ignore[arg-type]
+    assert elsewhere == []
+    await server.stop(0)
+    await other_server.stop(0)
 
 
 async def test_leaving_says_farewell_and_waits_for_the_dismissal(world: World) -> None:
@@ -266,6 +319,56 @@ async def test_a_leaving_node_does_not_keep_its_state_for_ever(world: World) -> 
     assert not node.handed_over
 
 
+async def test_a_leaving_node_says_once_that_it_waits_and_tries_less_and_less_often(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, pauses = 1000.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        pauses.append(seconds)
+        now_s += seconds
+
+    async def refused(address: str, holder: Any) -> str:
+        return "nobody listens there"
+
+    node = world.session(world.membership("127.0.0.1:1"))
+    monkeypatch.setattr(session, "RETRY_LIMIT_S", 3.0)
+    monkeypatch.setattr(session.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(session.asyncio, "sleep", sleep)
+    monkeypatch.setattr(node, "_attend_once", refused)
+    caplog.set_level("INFO")
+    node.leave()
+    holder = Holder()
+    holder.detached = 1
+    assert "while the coordinator was away" in await node.keep(holder)  # type: ignore[arg-type]
+    assert sum(pauses) == pytest.approx(session.AWAY_LIMIT_S)
+    assert len(pauses) <= 8
+    assert world.reports == ["waiting for the coordinator: nobody listens there; trying again"]
+    assert "still waiting" not in caplog.text
+    assert "what this node holds" in node.waiting_for
+
+
+async def test_a_coordinator_that_says_nothing_does_not_hold_up_a_node_that_leaves(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_LEAST_LEAD_S", 0.05)
+    monkeypatch.setattr(session, "LEAD_S", 3600.0)
+
+    async def keep_silent(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        async for _ in events:
+            node.leave()
+        yield dismiss("never")
+
+    server, address = await world.serve(Servicer(world, keep_silent))
+    node = world.session(world.membership(address))
+    holder = Holder()
+    holder.holds = False
+    async with asyncio.timeout(20):
+        assert "while the coordinator was away" in await node.keep(holder)  # type: ignore[arg-type]
+    await server.stop(0)
+
+
 async def test_leaving_twice_does_not_prolong_the_grace(world: World) -> None:
     node = world.session(world.membership("127.0.0.1:1"))
     node.leave(7.0)
@@ -273,10 +376,7 @@ async def test_leaving_twice_does_not_prolong_the_grace(world: World) -> None:
     assert 0 < node.grace_left_s <= 7.0
 
 
-async def test_a_session_opened_after_a_renewal_shows_the_new_certificate(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(certificate, "renewal_wait_s", lambda expires_s, now_s: 0.05)
+def told_of_renewals(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     renewed = asyncio.Event()
     renew = Membership.renew
 
@@ -285,6 +385,14 @@ async def test_a_session_opened_after_a_renewal_shows_the_new_certificate(
         renewed.set()
 
     monkeypatch.setattr(Membership, "renew", renew_and_tell)
+    return renewed
+
+
+async def test_a_session_opened_after_a_renewal_shows_the_new_certificate(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, "renewal_wait_s", lambda expires_s, now_s: 0.05)
+    renewed = told_of_renewals(monkeypatch)
 
     async def until_renewed(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
         await renewed.wait()
@@ -303,6 +411,38 @@ async def test_a_session_opened_after_a_renewal_shows_the_new_certificate(
     renewing.cancel()
     assert "still here" in world.reports, "the old session lives on"
     assert len(set(servicer.leaves)) == 2
+    await server.stop(0)
+
+
+async def test_a_renewal_that_the_sessions_end_cuts_off_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC cancels the call with its channel; that must not end the renewals for good."""
+    monkeypatch.setattr(certificate, "renewal_wait_s", lambda expires_s, now_s: 0.01)
+    renewed = told_of_renewals(monkeypatch)
+
+    async def vanish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        await servicer.renewing.wait()
+        yield coordinator_pb2.Command(wait=coordinator_pb2.Wait(reason="about to break"))
+
+    async def finish(events: Events, context: Any) -> AsyncIterator[coordinator_pb2.Command]:
+        servicer.may_renew.set()
+        await renewed.wait()
+        yield dismiss("renewed")
+
+    servicer = Servicer(world, vanish, finish)
+    servicer.may_renew.clear()
+    server, address = await world.serve(servicer)
+    membership = world.membership(address, lifetime_s=60)
+    node = world.session(membership)
+    renewing = asyncio.create_task(keep_renewed(membership, lambda: node.stub))
+    keeping = asyncio.create_task(node.keep(Holder()))  # type: ignore[arg-type]
+    await asyncio.wait({renewing, keeping}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+    assert not renewing.done()
+    assert await keeping == "renewed"
+    renewing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await renewing
     await server.stop(0)
 
 

@@ -5,12 +5,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from shoal.node import chunk_schedule, state_fetch
 from shoal.node.state_fetch import FetchProgress, StateFetch
+from shoal.protocol import disk
 from shoal.protocol.errors import (
     ChecksumError,
+    DiskFullError,
     OversizedStreamError,
     ProtocolError,
     ShoalError,
@@ -34,7 +38,7 @@ class Donor:
         self.digest = 0
         self.dies_after = 10**9  # chunks
         self.hangs = False
-        self.refusal: ShoalError | None = None
+        self.refusal: Exception | None = None
         self.flips: set[int] = set()
         self.gave = 0
         self.is_closed = False
@@ -63,6 +67,13 @@ class Donor:
 
     async def close(self) -> None:
         self.is_closed = True
+
+
+def as_rpc_error(error: ShoalError) -> grpc.aio.AioRpcError:
+    """What a caller gets of an error that the other side raised."""
+    nothing = grpc.aio.Metadata()
+    details = f"{type(error).__name__}: {error}"
+    return grpc.aio.AioRpcError(error.grpc_status, nothing, nothing, details)
 
 
 class Joiner:
@@ -213,3 +224,24 @@ async def test_when_all_are_wrong_it_says_so(tmp_path: Path, joiner: Joiner) -> 
     with pytest.raises(ChecksumError, match="other weights"):
         await joiner.fetch(Donor("one", tmp_path), judge=judge)
     assert joiner.bad == ["one"]
+
+
+async def test_a_full_disk_of_a_donor_is_not_taken_for_the_own(
+    tmp_path: Path, joiner: Joiner
+) -> None:
+    full = Donor("full", tmp_path)
+    full.refusal = as_rpc_error(DiskFullError("pin: No space left on device", folder="/far"))
+    with pytest.raises(UnreachableError, match="full can't read its copy: pin: No space left"):
+        await joiner.fetch(full)
+    assert joiner.bad == []
+    assert await joiner.fetch(full, Donor("other", tmp_path)) == STATE
+
+
+async def test_the_own_full_disk_says_how_much_is_lacking(
+    tmp_path: Path, joiner: Joiner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_full_until_s", float("inf"))
+    with pytest.raises(DiskFullError, match=r"free 2\.6 MB under") as raised:
+        await joiner.fetch(Donor("one", tmp_path))
+    assert raised.value.needed_bytes == len(STATE)
+    assert Path(raised.value.folder) == joiner.path.parent

@@ -114,3 +114,13 @@ async def test_a_version_is_not_kept_for_ever(
         await asyncio.sleep(0)
     await holder.pins.close()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_version_for_which_the_run_waits_later_is_urgent_then(tmp_path: Path) -> None:
+    holder = Holder(tmp_path)
+    await holder.want((5, WEIGHTS))
+    assert not (await holder.pins.get(5, WEIGHTS)).urgent
+    version = coordinator_pb2.StateVersion(step=5, part=WEIGHTS, urgent=True)
+    await holder.pins.want(coordinator_pb2.Pin(versions=[version]))
+    assert (await holder.pins.get(5, WEIGHTS)).urgent
+    await holder.pins.close()

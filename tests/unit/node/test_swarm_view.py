@@ -7,7 +7,7 @@ import pytest
 
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import FencedError, UnknownPeerError
-from shoal.protocol.ids import Incarnation, PeerId, Stage
+from shoal.protocol.ids import Incarnation, PeerId
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 
 ALICE, BOB = PeerId("a" * 26), PeerId("b" * 26)
@@ -30,16 +30,9 @@ async def test_update_tells_who_is_gone() -> None:
     swarm = SwarmView()
     assert await swarm.update(plan(1, member(1), member(2, BOB))) == set()
     assert await swarm.update(plan(2, member(2, BOB), fenced=(1,))) == {ONE}
-    assert swarm.epoch == 2
     assert swarm.member(ONE) is None
     assert swarm.name(TWO) == "node-2"
     assert swarm.name(ONE) == "incarnation 1"
-
-
-async def test_replicas_are_counted_per_stage() -> None:
-    swarm = SwarmView()
-    await swarm.update(plan(1, member(1), member(2, BOB), member(3, "c", stage=1)))
-    assert [swarm.replicas(Stage(s)) for s in range(3)] == [2, 1, 0]
 
 
 async def test_only_the_member_itself_may_speak_for_its_incarnation() -> None:

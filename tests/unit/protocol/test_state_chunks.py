@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of a state file: described, fetched in any order, verified one by one, resumed."""
 
+import errno
 import hashlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,3 +139,59 @@ def test_a_file_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
         describe(tmp_path / "nothing")
     with pytest.raises(StorageError):
         list(read_chunks(tmp_path / "nothing", [0], chunk_bytes=1))
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(bytes(3 * MIB))
+    reading = read_chunks(path, [0], chunk_bytes=4 * MIB)
+    next(reading)
+    os.truncate(path, MIB)
+    with pytest.raises(StorageError, match="cut short"):
+        next(reading)
+
+
+def test_closing_waits_for_a_write_under_way_and_ends_those_that_follow(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a descriptor that was given to another file meanwhile would be written to."""
+    description = describe(source)
+    partial = PartialState(tmp_path / "partial", description)
+    writing, go_on = threading.Event(), threading.Event()
+    pwrite = os.pwrite
+
+    def slow(file: int, data: bytes, offset: int) -> int:
+        writing.set()
+        assert go_on.wait(10)
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    with ThreadPoolExecutor(2) as pool:
+        write = pool.submit(partial.write, 0, piece(description, 0))
+        assert writing.wait(10)
+        close = pool.submit(partial.close)
+        assert not close.done()
+        go_on.set()
+        write.result(10)
+        close.result(10)
+    with pytest.raises(StorageError):
+        partial.write(1, piece(description, 1))
+    assert partial.have == {0}
+
+
+def test_a_partial_file_that_can_not_be_read_leaves_no_descriptor_open(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "partial"
+    path.write_bytes(DATA)
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda file: (closed.append(file), close(file)))
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(StorageError, match="input/output"):
+        PartialState(path, describe(source))
+    assert closed
