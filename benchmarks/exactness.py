@@ -30,6 +30,8 @@ def check_exact(run_folder: Path) -> tuple[int, str]:
     steps: list[StepRow | StepCommitted] = [*rows, *records]
     snapshots = SnapshotStore(run_folder, run, read_only=True)
     last = snapshots.newest() or 0
+    if not last:
+        return 0, "no step has a snapshot, so that there is nothing to compare"
     lacking = set(range(1, last + 1)) - {step.step for step in steps}
     if lacking:
         return last, f"{len(lacking)} steps have no record, among them step {min(lacking)}"

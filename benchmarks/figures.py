@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcomes import LogSize, Outcome, Result
+from process_samples import growth
 
 from shoal.demo_summary import FaultRecord
 
@@ -100,8 +101,6 @@ def fault_table(faults: Sequence[FaultRecord], step_s: float) -> str:
 
 def memory_table(result: Result) -> tuple[str, list[str]]:
     """(a row for each process that lived long, what grows too much)."""
-    from process_samples import growth
-
     rows, troubles = [], []
     for life in result.sampler.lives:
         grown = growth(life)

@@ -131,7 +131,7 @@ def describe(
         "seed": plan.seed,
         "steps": result.steps,
         "compared_steps": last_step,
-        "weights_equal": compared and not differs,
+        "weights_equal": not differs if compared else None,
         "step_s": result.step_s,
         "goodput": cost.goodput,
         "lost_s_per_fault": cost.lost_s,
@@ -158,7 +158,9 @@ def markdown(plan: Plan, result: Result, report: dict[str, Any]) -> str:
     disturbed_s = sum(o.seconds for o in result.outcomes if o.every_s is not None)
     last = result.log_sizes[-1] if result.log_sizes else None
     per_step = report["log_bytes_per_step"]
-    equal = f"yes, {report['compared_steps']:,} steps" if report["weights_equal"] else "NO"
+    equal = "not compared"
+    if report["weights_equal"] is not None:
+        equal = f"yes, {report['compared_steps']:,} steps" if report["weights_equal"] else "NO"
     rows = [
         ("time under faults", f"{disturbed_s / 60:.1f} min, {plan.nodes} nodes, {plan.size} model"),
         ("steps committed", f"{result.steps:,}"),

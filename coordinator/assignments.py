@@ -40,8 +40,8 @@ class Assignments:
         self._no_replay: dict[Stage, NoReplay] = {}  # why it can't
         self._needs = needs
         self._wanted_replicas = wanted_replicas
-        # A restarted coordinator has lost every stage just now.
         self._warm_ups: dict[PeerId, WarmUp] = {}
+        # A restarted coordinator has lost every stage just now.
         self._lost_since_s: float | None = desk.log.clock() if desk.log.state.step else None
         self._reclaim_s = recovery.RESTART_RECLAIM_S
 

@@ -59,8 +59,8 @@ def compaction(
     """Pure. None when it isn't worth while.
 
     `events` is the whole log with its sequence numbers; `live` are the incarnations that are
-    attached; `is_known` tells whether the history has a step's row already: after a rollback to a
-    step before the log's first record, recomputed steps are in both.
+    attached, or took part in the open step; `is_known` tells whether the history has a step's row
+    already: after a rollback to a step before the log's first record, recomputed steps are in both.
     """
     whole = _fold(event for _, event in events)
     kept_from = first_kept(whole.step, oldest_snapshot)

@@ -13,20 +13,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from shoal.compression.registry import parse_boundary
-from shoal.coordinator.assignments import Assignments, Desk
-from shoal.coordinator.between_steps import BetweenSteps
+from shoal.coordinator.assembly import assemble
 from shoal.coordinator.compaction import MAX_STEPS, WORTHWHILE_STEPS
 from shoal.coordinator.followers import Follower
 from shoal.coordinator.history import StepHistory
 from shoal.coordinator.ledger import StepLedger
-from shoal.coordinator.members import Members
-from shoal.coordinator.node_events import NodeEvents
-from shoal.coordinator.planner import stage_needs
-from shoal.coordinator.replays import Replays
 from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
-from shoal.coordinator.snapshot_requests import SnapshotRequests
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import (
     Resumed,
@@ -35,11 +28,9 @@ from shoal.coordinator.state import (
     RunState,
     StandbyRegistered,
 )
-from shoal.coordinator.step_runner import Phase, StepRunner
+from shoal.coordinator.step_runner import Phase
 from shoal.coordinator.store import EventStore
 from shoal.coordinator.terms import Claim, Leadership
-from shoal.coordinator.workers import Workers
-from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
     DiskFullError,
     FencedError,
@@ -81,49 +72,17 @@ class Conductor:
         self.clock = clock
         self.started_s = clock()
         self.stopping = False
-        self.failed = ""
-        spec = run.spec
         self._log = RunLog(store, clock)
         self.terms = Leadership(self._log, run.run_id, claim or Claim())
-        self.deposed: TermError | None = None
-        """Why it leads no more, once another coordinator does."""
-        self.followers: dict[str, Follower] = {}
-        """Standbys that are connected, by log id."""
-        self._members = Members(self._log, spec.pipeline.stages)
-        self._runner = StepRunner(run, self._log, self._members, self.terms, faults)
-        replays = Replays(spec, self._log, members=self._members, snapshots=snapshots)
-        boundary, shape = parse_boundary(spec.pipeline.boundary), boundary_shape(spec)
-        assert spec.pipeline.cuts is not None
-        needs = stage_needs(
-            spec,
-            spec.pipeline.cuts,
-            forward_bytes=boundary.forward.encoded_bytes(shape),
-            backward_bytes=boundary.backward.encoded_bytes(shape),
-        )
-        desk = Desk(self._log, self._members, snapshots, replays)
-        self._requests = SnapshotRequests(desk, every=spec.fault.snapshot_every)
-        self._assignments = Assignments(desk, needs, wanted_replicas=spec.pipeline.replicas)
-        workers = Workers(self._log, self._members, self._runner, self._assignments)
-        self._events = NodeEvents(
-            self._log,
-            self._members,
-            self._runner,
-            spec.fault,
-            replays,
-            workers=workers,
-            terms=self.terms,
-        )
-        self._between = BetweenSteps(
-            spec,
-            self._log,
-            members=self._members,
-            runner=self._runner,
-            assignments=self._assignments,
-            workers=workers,
-            requests=self._requests,
-            terms=self.terms,
-        )
-        self._can_write = True
+        parts = assemble(run, self._log, snapshots, self.terms, faults)
+        self._members = parts.members
+        self._runner = parts.runner
+        self._requests = parts.requests
+        self._assignments = parts.assignments
+        self._events = parts.events
+        self._between = parts.between
+        self._standbys = parts.standbys
+        self._ending = parts.ending
         self._flush_error: StorageError | None = None
         self._ticked_s = self._listening_s = self.started_s
         is_new = not self.state.records and self.state.last_incarnation == 0
@@ -134,7 +93,7 @@ class Conductor:
         self._runner.phase = Phase.CLAIMING
         self._claim_term()
         if is_new:
-            self._log.say("launched", f"run {run.run_id} is open: {spec.steps} steps")
+            self._log.say("launched", f"run {run.run_id} is open: {run.spec.steps} steps")
         else:
             self._log.say("resumed", f"run {run.run_id} resumes after step {self.state.step}")
             if self.terms.leads:
@@ -165,11 +124,26 @@ class Conductor:
 
     @property
     def ended(self) -> bool:
-        return self._runner.phase is Phase.ENDED
+        return self._ending.is_reached
+
+    @property
+    def failed(self) -> str:
+        """Why, when the end is a bad one."""
+        return self._ending.failed
+
+    @property
+    def deposed(self) -> TermError | None:
+        """Why it leads no more, once another coordinator does."""
+        return self._ending.deposed
 
     @property
     def can_write(self) -> bool:
-        return self._can_write
+        return self._ending.can_write
+
+    @property
+    def followers(self) -> dict[str, Follower]:
+        """Standbys that are connected, by log id."""
+        return self._standbys.connected
 
     @property
     def last_sequence(self) -> int:
@@ -228,13 +202,9 @@ class Conductor:
         """A node is here. Once `terms.is_worth_a_promise`, ask it with `terms.lead()`, and give
         the answer to `attach`; call `terms.went` when it is gone.
 
-        Raises `VersionError`, `TermError` when another coordinator leads by now, or
-        `StorageError` when this one can't write.
+        Raises `VersionError`, or what sends the node elsewhere, as `attach` does.
         """
-        if self.deposed is not None:
-            raise self.deposed
-        if self._log.blocked:
-            raise DiskFullError(self._log.blocked)
+        self._require_room()
         require_protocol(hello.protocol_version, hello.release)
         self.terms.came(peer_id)
 
@@ -242,16 +212,14 @@ class Conductor:
         self, peer_id: PeerId, hello: coordinator_pb2.Hello, promise: coordinator_pb2.Promise
     ) -> Session:
         """A node's session begins, with its promise. Raises `StorageError` when the coordinator
-        can't write: the node should come again when it can; `TermError` when the node has
-        promised a higher term, which ends this coordinator's; `ProtocolError` for a bad answer."""
-        if self.deposed is not None:
-            raise self.deposed
-        if self._log.blocked:
-            raise DiskFullError(self._log.blocked)
+        can't write: the node should come again when it can; `TermError` when another coordinator
+        leads, or the node has promised a higher term, which ends this coordinator's;
+        `UnreachableError` when it has given its claim up; `ProtocolError` for a bad answer."""
+        self._require_room()
         try:
             self.terms.hear(peer_id, promise)
         except TermError as error:
-            self._outranked(error)
+            self._ending.depose(error)
             raise
         session = Session(peer_id, display_name(peer_id), hello, self.clock())
         with self._acting():
@@ -260,21 +228,22 @@ class Conductor:
                 self._runner.end(old, "it joined again")
             elif old is not None:
                 self._members.remove(old)
-            if not self._can_write:
-                raise StorageError(self.failed)
             self._members.add(session)
             self._members.truncate_log(session)
-            if not self.state.is_alone:
-                session.send(standbys=self._standbys())
+            self._standbys.tell(session)
             told = hello.hardware.device_name or "unknown"
             if hello.release != __version__:
                 told += f"; release {hello.release[:32]!r}, this is {__version__}"
             self._log.say("joined", f"{session.name} joined ({told})")
             if self.ended:
-                self._send_away(session, self.failed or "the run is over")
-        if not self._can_write:
-            raise StorageError(self.failed)
+                self._ending.send_away(session, self.failed or "the run is over")
+        self._ending.require_room()
         return session
+
+    def _require_room(self) -> None:
+        self._ending.require_room()
+        if self._log.blocked:
+            raise DiskFullError(self._log.blocked)
 
     def detach(self, session: Session, reason: str = "connection lost") -> None:
         """The session's stream is over."""
@@ -310,7 +279,7 @@ class Conductor:
             try:
                 self._events.handle(session, event)
             except TermError as error:
-                self._outranked(error)
+                self._ending.depose(error)
             except FencedError as error:
                 log.info("%s: %s", session.name, error)
             except ProtocolError as error:
@@ -377,25 +346,14 @@ class Conductor:
             raise TermError(f"this coordinator doesn't lead the run yet: {self.waiting_for}")
 
     def register_standby(self, standby: StandbyRegistered) -> None:
-        """From now on a majority decides who leads. Raises `StorageError` and `TermError`."""
+        """From now on a majority decides who leads. Raises `TermError` while another coordinator
+        may lead. Once the run is over, nobody is registered any more."""
+        if self.deposed is not None:
+            raise self.deposed
         self._require_leading()
-        known = self.state.standbys.get(standby.log_id)
-        places = (standby.admission, standby.session)
-        if known is None or (known.admission, known.session) != places:
+        if not self.ended:
             with self._acting():
-                self._log.record(standby)
-                self._log.say("standby", f"a standby coordinator at {standby.session} is ready")
-                for session in self.sessions.values():
-                    session.send(standbys=self._standbys())
-
-    def _standbys(self) -> coordinator_pb2.Standbys:
-        return coordinator_pb2.Standbys(
-            standbys=[
-                coordinator_pb2.Standby(admission=s.admission, session=s.session)
-                for s in self.state.standbys.values()
-                if s.log_id != self.terms.log_id
-            ]
-        )
+                self._standbys.register(standby)
 
     def dismiss(self, peer_id: PeerId) -> bool:
         session = self.sessions.get(peer_id)
@@ -446,12 +404,9 @@ class Conductor:
         try:
             yield
         except StorageError as error:
-            # Nothing was announced that isn't in the log. The nodes keep their state and wait for
-            # a coordinator that can write.
-            self._can_write = False
-            self._fail(f"the coordinator can't write: {error}")
+            self._ending.fail(f"the coordinator can't write: {error}", can_write=False)
         except RunFailedError as error:
-            self._fail(str(error))
+            self._ending.fail(str(error))
 
     def _advance(self) -> None:
         before = None
@@ -471,13 +426,13 @@ class Conductor:
         """Raises `StorageError` for a damaged log."""
         self._log.compact(
             oldest_snapshot=min(self.snapshots.complete_steps(), default=0),
-            live=[s.incarnation for s in self.sessions.values()],
+            live=[*(s.incarnation for s in self.sessions.values()), *self._runner.took_part()],
             num_microbatches=self.run.spec.batch.microbatches,
         )
 
     def _claim_term(self) -> None:
         if self.stopping:
-            self._depart(f"stopped before it led: {self.waiting_for}")
+            self._ending.depart(f"stopped before it led: {self.waiting_for}")
         elif self.terms.try_to_lead(self.sessions):
             self._runner.phase = Phase.BETWEEN
             self._assignments.expect_holders()
@@ -485,25 +440,13 @@ class Conductor:
             self._log.say("leads", f"this coordinator leads in term {self.terms.term}")
         else:
             self._log.wait(self.terms.claim_obstacle(self.sessions))
-
-    def _outranked(self, error: TermError) -> None:
-        """Another coordinator leads: record nothing more, and let the nodes look for it."""
-        if self.deposed is None and not self.ended:
-            self.deposed, self.failed = error, str(error)
-            self._depart(str(error))
-            self._log.say("deposed", str(error))
+            if self.terms.gives_up(self.sessions):
+                self._ending.let_sessions_go()
 
     def withdraw(self, reason: str) -> None:
         """Give the claim up: another coordinator leads, or is back to lead."""
         if not self.terms.leads and not self.ended:
-            self._depart(reason)
-
-    def _depart(self, reason: str) -> None:
-        """End without a word to the nodes: they have work elsewhere."""
-        self._runner.phase = Phase.ENDED
-        self._log.wait(reason)
-        for session in self.sessions.values():
-            session.outbox.put_nowait(None)
+            self._ending.depart(reason)
 
     def _advance_between(self) -> None:
         if len(self.state.records) > MAX_STEPS + 4 * WORTHWHILE_STEPS:
@@ -513,7 +456,7 @@ class Conductor:
             self._finish()
         elif outcome == "stopped":
             done = f"stopped after step {self.state.step} of {self.run.spec.steps}"
-            self._end_run("stopped", done)
+            self._ending.complete("stopped", done)
             self._log.wait(f"{done}; launch it again to go on")
 
     def _finish(self) -> None:
@@ -522,29 +465,4 @@ class Conductor:
             self._log.record(RunFinished(time_s=self.clock(), weights_sha256=digest))
             if self._log.blocked:
                 return
-        self._end_run("finished", f"run {self.run.run_id} is finished")
-
-    def _end_run(self, kind: str, text: str) -> None:
-        self._runner.phase = Phase.ENDED
-        self._log.wait("")
-        self._log.say(kind, text)
-        for session in self.sessions.values():
-            self._send_away(session, text)
-
-    def _fail(self, reason: str) -> None:
-        if self.failed:
-            return
-        self.failed = reason
-        self._runner.phase = Phase.ENDED
-        self._log.wait(reason)
-        self._log.say("failed", reason)
-        for session in self.sessions.values():
-            if self._can_write:
-                self._send_away(session, f"the run failed: {reason}")
-            else:
-                session.outbox.put_nowait(None)
-
-    def _send_away(self, session: Session, reason: str) -> None:
-        session.dismissed = True
-        session.send(dismiss=coordinator_pb2.Dismiss(reason=reason, come_back=False))
-        session.outbox.put_nowait(None)
+        self._ending.complete("finished", f"run {self.run.run_id} is finished")

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import signal
 import socket
 import threading
@@ -33,6 +34,7 @@ from shoal.protocol.terminal import STOP_SIGNALS, Terminal, quit_now
 log = logging.getLogger(__name__)
 
 _CLAIM_AGAIN_S = 1.0
+"""About: two claimants don't outbid each other in step for ever."""
 
 
 def launch(
@@ -133,7 +135,7 @@ async def _serve(
             terminal.line(f"{error}; nobody leads there, so this one claims the next term")
             claim = replace(claim, least_term=error.term + 1)
             previous = read_previous(folder)
-            await asyncio.sleep(_CLAIM_AGAIN_S)
+            await asyncio.sleep(_CLAIM_AGAIN_S * random.uniform(0.5, 1.5))
         else:
             return conductor
 

@@ -99,6 +99,10 @@ class StepLedger:
     def participants(self) -> list[Incarnation]:
         return [who for books in self._stages.values() for who in books.replicas]
 
+    def took_part(self) -> list[Incarnation]:
+        """Participants, and those that were fenced since."""
+        return list(self._stage_of)
+
     def participates(self, incarnation: Incarnation) -> bool:
         stage = self._stage_of.get(incarnation)
         return stage is not None and incarnation in self._stages[stage].replicas

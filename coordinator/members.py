@@ -104,7 +104,7 @@ class Members:
             longest = next(iter(self.gone))
             del self.gone[longest]
             self.marks.pop(longest, None)
-        session.outbox.put_nowait(None)
+        session.end()
 
     def fence(
         self, sessions: Sequence[Session], reason: str, *, still_hold: bool = False

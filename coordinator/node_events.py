@@ -278,7 +278,7 @@ class NodeEvents:
             self._runner.numbers.on_refused(session, trouble)
         else:
             self._members.mark(peer)
-            if session.transfers:
+            if session.transfers and peer in self._members.sessions:
                 session.bad_donors.add(peer)
 
     def _fail(

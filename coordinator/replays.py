@@ -16,6 +16,7 @@ from shoal.coordinator.run_log import RunLog
 from shoal.coordinator.sessions import Session
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import StageReplayed
+from shoal.protocol.errors import BoundaryHoleError, ReplayMismatchError
 from shoal.protocol.ids import PeerId, Stage, display_name
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import RunSpec
@@ -160,10 +161,10 @@ class Replays:
         if replay is None:
             return False
         stage = replay.plan.stage
-        if trouble.error == "BoundaryHoleError" and trouble.peer_id in replay.plan.logs:
+        if trouble.error == BoundaryHoleError.__name__ and trouble.peer_id in replay.plan.logs:
             self._holes[stage].add(PeerId(trouble.peer_id))
             return True
-        if trouble.error == "ReplayMismatchError":
+        if trouble.error == ReplayMismatchError.__name__:
             self._refused[stage] = "a replay gave other bits than the record"
             return True
         return False

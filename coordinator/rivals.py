@@ -70,11 +70,12 @@ async def find_leader(
 
 
 async def discovered(discovery: Discovery | None, run_id: RunId, fingerprint: str) -> list[str]:
-    """The admission address that discovery knows."""
+    """The admission address that discovery knows; none when it doesn't answer soon."""
     if discovery is None:
         return []
     try:
-        record = await discovery.coordinator(run_id, bytes.fromhex(fingerprint))
+        async with asyncio.timeout(ASK_S):
+            record = await discovery.coordinator(run_id, bytes.fromhex(fingerprint))
     except (ShoalError, TimeoutError, OSError) as error:
         log.info("discovery: %s", error)
         return []

@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection
 
-from shoal.coordinator.compaction import WORTHWHILE_STEPS, compaction, first_kept
 from shoal.coordinator.history import StepHistory
+from shoal.coordinator.log_compaction import compact_log
 from shoal.coordinator.state import (
     DURABLE,
     AnyEvent,
@@ -20,7 +20,6 @@ from shoal.coordinator.state import (
     StepApplied,
     StepCommitted,
     apply,
-    parse,
     replay,
 )
 from shoal.coordinator.step_row import StepRow
@@ -121,30 +120,20 @@ class RunLog:
     def compact(
         self, *, oldest_snapshot: int, live: Collection[int], num_microbatches: int
     ) -> None:
-        """Move the records that nobody needs any more to the history, where it is worth while.
-        `live` are the incarnations that are attached. A full disk puts it off."""
-        records = self.state.records
-        moved = first_kept(self.state.step, oldest_snapshot) - next(iter(records), 0)
-        if self.blocked or not records or moved < WORTHWHILE_STEPS:
+        """As `compact_log`."""
+        if self.blocked:
             return
-        found = compaction(
-            [(event.sequence, parse(event.kind, event.payload)) for event in self._store.read()],
+        before = self.state
+        self.state = compact_log(
+            self._store,
+            before,
             oldest_snapshot=oldest_snapshot,
             live=live,
-            is_known=lambda step: self.history.row(step) is not None,
             num_microbatches=num_microbatches,
             now_s=self.clock(),
         )
-        if found is None:
-            return
-        payload = found.event.model_dump(mode="json")
-        try:
-            self._store.compact(found.through, found.event.kind, payload, found.rows, found.shares)
-        except DiskFullError as error:
-            log.warning("the event log is compacted another time: %s", error)
-            return
-        self.state = found.state
-        self._recall()
+        if self.state is not before:
+            self._recall()
 
     def _recall(self) -> None:
         """A run that went back to before its first record compares weights with the history."""

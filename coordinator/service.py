@@ -44,6 +44,9 @@ MAX_SESSIONS = 4096
 KNOCK_S = 10.0
 """How long a node waits here for enough others to come, before it looks elsewhere."""
 
+UPLOAD_SILENT_S = 60.0
+"""A snapshot's upload that brings no chunk for so long is given up."""
+
 _MAX_EVENT_BYTES = 1 << 20
 _JOINS_PER_MINUTE = 600
 
@@ -157,7 +160,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         try:
             peer_id = peer_id_from_context(context)
             events = aiter(request_iterator)
-            first = await _first(events)
+            first = await _next(events)
             if first is None or not first.HasField("hello"):
                 raise MalformedFrameError("a session begins with Hello")
             if self._conductor.terms.num_here >= MAX_SESSIONS:
@@ -183,8 +186,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         try:
             async with asyncio.timeout(KNOCK_S):
                 await terms.is_worth_a_promise.wait()
-            await context.write(coordinator_pb2.Command(lead=terms.lead()))
             async with asyncio.timeout(DEADLINE_S):
+                await context.write(coordinator_pb2.Command(lead=terms.lead()))
                 promise = await _promise(events)
             session = self._conductor.attach(peer_id, hello, promise)
         except TimeoutError:
@@ -287,7 +290,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.SnapshotReceipt:
         peer_id = peer_id_from_context(context)
         incoming = aiter(messages)
-        first = await _first(incoming)
+        first = await _next(incoming)
         if first is None or not first.HasField("snapshot"):
             raise MalformedFrameError("a snapshot begins with the step and stage that it is of")
         step, stage = first.snapshot.step, first.snapshot.stage
@@ -299,7 +302,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         digests = self._conductor.state.weights_digests.get(step)
         try:
             with store.receiver(step, stage) as receiver:
-                async for message in incoming:
+                while (message := await _next(incoming, within_s=UPLOAD_SILENT_S)) is not None:
                     await asyncio.to_thread(receiver.feed, message.chunk)
                 path = await asyncio.to_thread(receiver.finish)
                 complete = await asyncio.to_thread(
@@ -320,14 +323,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.SnapshotReceipt(step=step, stage=stage)
 
 
-async def _first(messages: AsyncIterator[M]) -> M | None:
-    """A stream's first message; None when it ends without one. Raises `MalformedFrameError` when
-    it doesn't come, so that nobody holds a call open for nothing."""
+async def _next(messages: AsyncIterator[M], *, within_s: float = DEADLINE_S) -> M | None:
+    """A stream's next message; None when it ends. Raises `MalformedFrameError` when none comes, so
+    that nobody holds a call open for nothing."""
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(within_s):
             return await anext(messages, None)
     except TimeoutError:
-        raise MalformedFrameError(f"the call sent nothing within {DEADLINE_S:.0f} s") from None
+        raise MalformedFrameError(f"the call sent nothing within {within_s:g} s") from None
 
 
 async def _promise(

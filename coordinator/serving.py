@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import shlex
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.app import create_app
 from shoal.coordinator.dashboard.server import serve
 from shoal.coordinator.follow import FollowDesk
+from shoal.coordinator.ports import wanted_ports
 from shoal.coordinator.presence import Addresses, Presence
 from shoal.coordinator.probe import watch_missing
 from shoal.coordinator.run_folder import Live, operator_token
@@ -109,7 +110,7 @@ class Coordinator:
             tasks.spawn(self._tick())
             tasks.spawn(watch_missing(self._conductor))
             tasks.spawn(self._presence.keep_published())
-            tasks.spawn(self._report_plainly())
+            tasks.spawn(report_plainly(self._terminal, self.status_line))
             with self._terminal.live(self.status_line):
                 await self._until_over()
             leads = self._conductor.terms.leads
@@ -157,12 +158,8 @@ class Coordinator:
             await asyncio.gather(http, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server, credentials: Credentials) -> tuple[str, str]:
-        """Admission and session ports: those asked for, else those of last time, else any."""
-        config = self._config
-        wanted = [(config.port, config.port + 1 if config.port else 0)]
-        if not config.port and self._previous is not None:
-            last = self._previous
-            wanted.insert(0, (_port(last.admission), _port(last.session)))
+        """Raises `CapacityError`."""
+        wanted = wanted_ports(self._config.port, self._previous)
         for ports in wanted[:-1]:
             with contextlib.suppress(CapacityError):
                 return self._listen(server, credentials, *ports)
@@ -240,18 +237,6 @@ class Coordinator:
             parts.append(f"waiting: {conductor.waiting_for}")
         return " · ".join(parts)
 
-    async def _report_plainly(self) -> None:
-        """Without a terminal: a line now and then, when something has changed."""
-        if self._terminal.console.is_terminal:
-            return
-        said = ""
-        while True:
-            await asyncio.sleep(_LINE_S)
-            line = self.status_line()
-            if line != said:
-                self._terminal.line(line)
-                said = line
-
     async def _until_over(self) -> None:
         conductor, version = self._conductor, -1
         while not conductor.ended:
@@ -266,6 +251,14 @@ class Coordinator:
             raise RunFailedError(conductor.failed)
 
 
-def _port(address: str) -> int:
-    tail = address.rpartition(":")[2]
-    return int(tail) if tail.isdecimal() else 0
+async def report_plainly(terminal: Terminal, status_line: Callable[[], str]) -> None:
+    """Without a terminal that shows it live: the line now and then, when it has changed."""
+    if terminal.console.is_terminal:
+        return
+    said = ""
+    while True:
+        await asyncio.sleep(_LINE_S)
+        line = status_line()
+        if line != said:
+            terminal.line(line)
+            said = line

@@ -155,6 +155,10 @@ class Session:
             return
         self.outbox.put_nowait(coordinator_pb2.Command(**command))  # type: ignore[arg-type]
 
+    def end(self) -> None:
+        """Once what was sent before is delivered."""
+        self.outbox.put_nowait(None)
+
     def say(self, reason: str) -> None:
         """Tell the node what it waits for, once."""
         if reason != self.last_wait:

@@ -159,6 +159,14 @@ class SnapshotStore:
         with self._lock:
             return sorted(self._complete)
 
+    def missing(self, step: int) -> list[int]:
+        """Stages whose state at `step` hasn't come yet."""
+        with self._lock:
+            if step in self._complete:
+                return []
+            come = self._incoming.get(Step(step), {})
+            return [stage for stage in range(self._num_stages) if stage not in come]
+
     def newest(self) -> int | None:
         return max(self.complete_steps(), default=None)
 

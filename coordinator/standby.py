@@ -6,30 +6,29 @@ if the leader lives, its nodes stay with it, and the standby follows again.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
-import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
 
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.launch import EarlyDiscovery, Signals
+from shoal.coordinator.ports import ReservedPorts, wanted_ports
 from shoal.coordinator.rivals import ask, discovered
 from shoal.coordinator.run_folder import Live, read_previous, remove_live
-from shoal.coordinator.serving import Coordinator, LaunchConfig
+from shoal.coordinator.serving import Coordinator, LaunchConfig, report_plainly
 from shoal.coordinator.snapshots import SnapshotStore
+from shoal.coordinator.standby_bulk import KEPT_SNAPSHOTS, BulkCopy
 from shoal.coordinator.standby_copy import StandbyCopy
 from shoal.coordinator.terms import Claim
 from shoal.protocol.authority import fetch_authority
 from shoal.protocol.discovery import Discovery
 from shoal.protocol.errors import (
     AdmissionError,
-    CapacityError,
     MalformedFrameError,
     ShoalError,
     TermError,
@@ -37,7 +36,7 @@ from shoal.protocol.errors import (
     VersionError,
 )
 from shoal.protocol.fault_injector import faults_from
-from shoal.protocol.join_link import JoinLink, join_address, split_address
+from shoal.protocol.join_link import JoinLink, split_address
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc
 from shoal.protocol.rpc import (
     CONNECT_DEADLINE_S,
@@ -56,7 +55,6 @@ SILENT_S = 5.0
 
 _RETRY_LIMIT_S = 2.0
 _WATCH_S = 2.0
-_LINE_S = 10.0
 
 
 def stand_by(link: JoinLink, config: LaunchConfig, terminal: Terminal) -> Conductor | None:
@@ -94,19 +92,21 @@ class Standby:
         self._link = link
         self._config = config
         self._terminal = terminal
-        self._ports = ReservedPorts(config, previous)
+        self._ports = ReservedPorts(
+            config.host, config.advertise or config.host, wanted_ports(config.port, previous)
+        )
         self._discovery: Discovery | None = None
         self._leader = ""  # admission address of whom it follows, or followed last
-        self._leader_session = ""
         self._heard_s = 0.0
         self._leaders_step = 0
-        self._wanted_snapshots: tuple[int, ...] = ()
         self._least_term = 1
         self._conductor: Conductor | None = None
         self._status = "connecting"
+        self._bulk = BulkCopy(copy, say=terminal.line)
 
     def status_line(self) -> str:
-        return f"standing by for {self._link.run_id}: {self._status}"
+        trouble = f"; not copied yet: {self._bulk.trouble}" if self._bulk.trouble else ""
+        return f"standing by for {self._link.run_id}: {self._status}{trouble}"
 
     async def run(self, early: EarlyDiscovery | None) -> Conductor | None:
         def stop() -> None:
@@ -118,8 +118,6 @@ class Standby:
         signals = Signals(stop)
         stopped = asyncio.create_task(signals.any.wait())
         async with TaskScope() as tasks:
-            tasks.spawn(self._report_plainly())
-            tasks.spawn(self._copy_bulk())
             tasks.spawn(self._start_discovery(early))
             try:
                 while True:
@@ -154,6 +152,14 @@ class Standby:
     async def _follow(self) -> str:
         """Until the leader says that the run is over (returns its words), or has been out of
         reach for `takeover_s` (returns nothing). Raises `ShoalError` when it can't be followed."""
+        async with TaskScope() as tasks:
+            # A coordinator keeps its snapshots itself: this ends before one is made.
+            tasks.spawn(self._bulk.keep_up())
+            tasks.spawn(report_plainly(self._terminal, self.status_line))
+            return await self._follow_anybody()
+
+    async def _follow_anybody(self) -> str:
+        """As `_follow`."""
         self._heard_s = time.monotonic()
         rng, failures, said = random.Random(), 0, False
         failure: ShoalError | None = None
@@ -168,7 +174,7 @@ class Standby:
                     failure = error
             silent_s = time.monotonic() - self._heard_s
             if silent_s > self._config.takeover_s:
-                if self._copy.is_whole:
+                if await asyncio.to_thread(lambda: self._copy.is_whole):  # may read shards
                     return ""
                 raise UnreachableError(
                     f"no coordinator of run {self._link.run_id} could be followed for "
@@ -186,12 +192,7 @@ class Standby:
         found = [self._leader, *self._link.addresses]
         others = self._copy.state.standbys.values()
         found += [s.admission for s in others if s.log_id != self._copy.log_id]
-        if self._discovery is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2.0):
-                    found += await discovered(
-                        self._discovery, self._link.run_id, self._link.fingerprint
-                    )
+        found += await discovered(self._discovery, self._link.run_id, self._link.fingerprint)
         own = self._ports.addresses().admission
         return [a for a in dict.fromkeys(found) if a and a != own]
 
@@ -242,7 +243,7 @@ class Standby:
                     await asyncio.to_thread(self._copy.append, event.log)
                 case "beat":
                     self._leaders_step = event.beat.step
-                    self._wanted_snapshots = tuple(event.beat.snapshots)[:16]
+                    self._bulk.wanted_snapshots = tuple(event.beat.snapshots)[-KEPT_SNAPSHOTS:]
                     self._show()
                 case "end":
                     return event.end.reason[:200] or "the run is over"
@@ -258,9 +259,10 @@ class Standby:
                 f"{own_term}, so that one has been replaced",
                 term=own_term,
             )
+        self._copy.begin()
         if address != self._leader:
             self._terminal.line(f"following the coordinator at {address}, term {begin.term}")
-        self._leader, self._leader_session = address, begin.session_address
+        self._leader, self._bulk.leader = address, begin.session_address
         self._status = "copying the run's files" if begin.anew else "following"
 
     def _show(self) -> None:
@@ -270,33 +272,6 @@ class Standby:
         self._status = (
             f"step {step}{behind}, {count} snapshot{'s' * (count != 1)}, leader at {self._leader}"
         )
-
-    async def _copy_bulk(self) -> None:
-        """Shards and snapshots, beside the log."""
-        while True:
-            await asyncio.sleep(1.0)
-            if not self._leader_session or not self._copy.has_files or self._conductor is not None:
-                continue
-            try:
-                if await asyncio.to_thread(self._copy.missing_shards):
-                    await self._copy.fetch_shards(self._leader_session)
-                have = await asyncio.to_thread(self._copy.snapshots)
-                for step in [s for s in self._wanted_snapshots[-2:] if s not in have]:
-                    if await self._copy.fetch_snapshot(self._leader_session, step):
-                        self._terminal.line(f"copied the snapshot of step {step}")
-            except ShoalError as error:
-                log.info("not copied: %s", error)
-
-    async def _report_plainly(self) -> None:
-        """Without a terminal: a line now and then."""
-        if self._terminal.console.is_terminal:
-            return
-        said = ""
-        while True:
-            await asyncio.sleep(_LINE_S)
-            if self._conductor is None and self.status_line() != said:
-                said = self.status_line()
-                self._terminal.line(said)
 
     # ---- taking over ---------------------------------------------------------------------
 
@@ -330,6 +305,7 @@ class Standby:
         if conductor.terms.leads and conductor.deposed is None:
             return True
         self._conductor = None
+        await asyncio.to_thread(copy.refresh)
         self._ports.reserve()
         return False
 
@@ -345,69 +321,3 @@ class Standby:
                     self._terminal.line(f"the coordinator at {address} is back; following again")
                     return
             await asyncio.sleep(_WATCH_S)
-
-
-class ReservedPorts:
-    """The two ports that a standby will open: bound, so that nobody else takes them, and not
-    listening, so that nodes which ask there in vain go on at once."""
-
-    def __init__(self, config: LaunchConfig, previous: Live | None) -> None:
-        """Raises `CapacityError` for wanted ports that are taken."""
-        self._host = config.host
-        self._advertised = config.advertise or config.host
-        self._sockets: list[socket.socket] = []
-        wanted = (config.port, config.port + 1 if config.port else 0)
-        if not config.port and previous is not None:
-            last = tuple(_port(address) for address in (previous.admission, previous.session))
-            with contextlib.suppress(CapacityError):
-                self._numbers = self._bind(last)
-        if not self._sockets:
-            self._numbers = self._bind(wanted)
-
-    def addresses(self) -> coordinator_pb2.Standby:
-        admission, session = (join_address(self._advertised, n) for n in self._numbers)
-        return coordinator_pb2.Standby(admission=admission, session=session)
-
-    def as_live(self, run_id: str) -> Live:
-        """As if a coordinator had been there: the next one takes its ports."""
-        at = self.addresses()
-        return Live(
-            run_id=run_id, pid=os.getpid(), dashboard="", admission=at.admission,
-            session=at.session, link="",
-        )  # fmt: skip
-
-    def reserve(self) -> None:
-        """Again, after a takeover that came to nothing. Whoever has got them keeps them."""
-        try:
-            self._numbers = self._bind(self._numbers)
-        except CapacityError:
-            self._numbers = self._bind((0, 0))
-
-    def release(self) -> None:
-        sockets, self._sockets = self._sockets, []
-        for bound in sockets:
-            bound.close()
-
-    def _bind(self, wanted: Sequence[int]) -> tuple[int, int]:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        bound: list[socket.socket] = []
-        try:
-            for port in wanted:
-                bound.append(socket.socket(family, socket.SOCK_STREAM))
-                bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound[-1].bind((self._host, port))
-        except OSError as error:
-            for one in bound:
-                one.close()
-            raise CapacityError(
-                f"can't reserve port {port} on {self._host}: {error.strerror or error}; stop the "
-                "other program, or choose another --port (sessions take the next one)"
-            ) from None
-        self._sockets = bound
-        first, second = (one.getsockname()[1] for one in bound)
-        return first, second
-
-
-def _port(address: str) -> int:
-    tail = address.rpartition(":")[2]
-    return int(tail) if tail.isdecimal() else 0

@@ -6,26 +6,23 @@ the folder is a run folder at every moment once it `is_whole`.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
-import secrets
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
-
-from shoal.coordinator.data.shards import shard_is_intact, shard_path
+from shoal.coordinator.compaction import WORTHWHILE_STEPS
+from shoal.coordinator.data.shards import shard_is_intact
 from shoal.coordinator.export import read_run
 from shoal.coordinator.follow import CHUNK_BYTES, LOG_FILE, RUN_FILES, event_digest
+from shoal.coordinator.log_compaction import compact_log
 from shoal.coordinator.log_identity import log_identity
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.sqlite_store import RunFolderLock, SqliteEventStore
-from shoal.coordinator.state import EVENT_KINDS, RunState, apply, replay
-from shoal.coordinator.store import StoredEvent
-from shoal.protocol.atomic_file import TEMPORARY_SUFFIX, AtomicFile, fsync_folder, storage_error
+from shoal.coordinator.state import RunState, apply, parse, replay
+from shoal.coordinator.store import StoredEvent, decode
+from shoal.protocol.atomic_file import TEMPORARY_SUFFIX, AtomicFile
 from shoal.protocol.authority import Authority
 from shoal.protocol.errors import (
     ConfigError,
@@ -33,24 +30,18 @@ from shoal.protocol.errors import (
     OversizedStreamError,
     ShoalError,
 )
-from shoal.protocol.identity import NodeIdentity, TlsKey
 from shoal.protocol.join_link import JoinLink
-from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
-from shoal.protocol.rpc import Credentials, error_from_rpc
+from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import ResolvedRun
-from shoal.protocol.state_file import StateReceiver
 
 if TYPE_CHECKING:
-    from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
+    pass
 
 log = logging.getLogger(__name__)
 
-KEPT_SNAPSHOTS = 2
-
 _MAX_FILE_BYTES = 64 << 20
 _MAX_LOG_BYTES = 8 << 30
-_TRANSFER_S = 600.0
-_LEAF_S = 3600.0
+_TOKEN_S = 3600.0
 
 
 class StandbyCopy:
@@ -64,6 +55,8 @@ class StandbyCopy:
         self.store: SqliteEventStore | None = None
         self.state = RunState()
         """What the copied log adds up to."""
+        self._intact: set[str] = set()  # shards, by digest, that were verified
+        self._compacted_at = 0  # the step at which that was tried last
         self._partial: tuple[str, AtomicFile, int] | None = None
         self._lock: RunFolderLock | None = RunFolderLock(folder)
         for left in (
@@ -106,7 +99,7 @@ class StandbyCopy:
         """The link's, until the standby can sign its own: a link expires, a standby doesn't."""
         if not self.has_files:
             return self._link.token
-        expires_s = int(time.time() + _LEAF_S)
+        expires_s = int(time.time() + _TOKEN_S)
         return self.authority.issue_token(self._link.run_id, expires_s, "standby")
 
     def newest_event(self) -> tuple[int, bytes]:
@@ -117,12 +110,21 @@ class StandbyCopy:
         return record.sequence, event_digest(record)
 
     def missing_shards(self) -> list[bytes]:
+        """Digests. Reads every shard, but each only until it was found intact."""
         run = self.run
-        return [
-            bytes.fromhex(ref.sha256)
-            for ref in (*run.data.train, *run.data.validation)
-            if not shard_is_intact(self.folder, ref, run.data.token_bytes)
-        ]
+        missing = []
+        for ref in (*run.data.train, *run.data.validation):
+            if ref.sha256 in self._intact:
+                continue
+            if shard_is_intact(self.folder, ref, run.data.token_bytes):
+                self._intact.add(ref.sha256)
+            else:
+                missing.append(bytes.fromhex(ref.sha256))
+        return missing
+
+    def found_intact(self, sha256: bytes) -> None:
+        """A shard was verified when it came."""
+        self._intact.add(sha256.hex())
 
     def snapshots(self) -> list[int]:
         if not self.has_files:
@@ -130,6 +132,10 @@ class StandbyCopy:
         return SnapshotStore(self.folder, self.run, read_only=True).complete_steps()
 
     # ---- files ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A leader's stream begins: what another one had sent of a file counts no more."""
+        self._discard()
 
     def take(self, piece: coordinator_pb2.RunFile) -> None:
         """A piece of a file; the last one puts it in place. Raises `ProtocolError` for a name
@@ -179,76 +185,41 @@ class StandbyCopy:
     def open_log(self) -> None:
         self._release_lock()  # the store takes it
         self.store = SqliteEventStore(self.folder / LOG_FILE)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the log again: a conductor may have written it. Raises `StorageError`."""
+        assert self.store is not None, "there is a log"
         self.state = replay((event.kind, event.payload) for event in self.store.read())
 
     def append(self, events: coordinator_pb2.LogEvents) -> None:
-        """Durably. Raises `StorageError` for a gap."""
+        """Durably. Raises `StorageError` for a gap, and for an event that this release can't read;
+        the log is as it was then."""
         if self.store is None:
             raise MalformedFrameError("events of a log whose beginning is missing")
         records = [StoredEvent(e.sequence, e.kind, e.payload) for e in events.events]
+        state = self.state
+        for event in decode(records):
+            state = apply(parse(event.kind, event.payload), state)
         self.store.adopt(records)
-        for record in records:
-            event = EVENT_KINDS[record.kind].model_validate_json(record.payload)
-            self.state = apply(event, self.state)  # type: ignore[arg-type]
+        self.state = state
+        self._compact()
 
-    # ---- what is fetched -----------------------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def _leader(self, session_address: str) -> "AsyncIterator[CoordinatorAsyncStub]":
-        """With a leaf that the standby issues to itself: it holds the run's keys."""
-        authority = self.authority
-        identity = NodeIdentity.load_or_create(self.folder / "keys")
-        key = TlsKey.generate()
-        leaf, _ = authority.issue_leaf(key.spki_der, identity.peer_id, _LEAF_S, time.time())
-        credentials = Credentials(
-            private_key_pem=key.private_pem, leaf_pem=leaf, authority_pem=authority.certificate_pem
+    def _compact(self) -> None:
+        """The copy stays bounded as the leader's log does. Who is attached there doesn't matter
+        here: a record names its nodes, and a takeover gives all of them new incarnations."""
+        step = self.state.step
+        if self.store is None or step - self._compacted_at < WORTHWHILE_STEPS:
+            return
+        self._compacted_at = step
+        self.state = compact_log(
+            self.store,
+            self.state,
+            oldest_snapshot=min(self.snapshots(), default=0),
+            live=(),
+            num_microbatches=self.run.spec.batch.microbatches,
+            now_s=time.time(),
         )
-        async with credentials.channel(session_address, identity.peer_id) as channel:
-            try:
-                yield coordinator_pb2_grpc.CoordinatorStub(channel)
-            except grpc.aio.AioRpcError as error:
-                raise error_from_rpc(error) from None
-
-    async def fetch_shards(self, session_address: str) -> None:
-        """Those that are missing. Raises `ShoalError`."""
-        run = self.run
-        largest = max(
-            ref.num_tokens * run.data.token_bytes for ref in (*run.data.train, *run.data.validation)
-        )
-        async with self._leader(session_address) as leader:
-            for sha256 in self.missing_shards():
-                path = shard_path(self.folder, sha256.hex())
-                call = leader.FetchShard(
-                    coordinator_pb2.ShardRequest(sha256=sha256), timeout=_TRANSFER_S
-                )
-                incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}.incoming")
-                with StateReceiver(incoming, largest) as receiver:
-                    async for chunk in call:
-                        receiver.feed(chunk)
-                    receiver.finish()
-                _require_digest(incoming, sha256.hex())
-                os.replace(incoming, path)
-                fsync_folder(path.parent)
-
-    async def fetch_snapshot(self, session_address: str, step: int) -> bool:
-        """Every stage's state at `step`; returns whether that is complete now. Raises
-        `ShoalError`."""
-        run = self.run
-        store = SnapshotStore(self.folder, run)
-        complete = step in store.complete_steps()
-        async with self._leader(session_address) as leader:
-            for stage in range(run.spec.pipeline.stages):
-                if complete:
-                    break
-                request = peer_pb2.StateRequest(run_id=run.run_id, stage=stage, step=step)
-                with store.receiver(step, stage) as receiver:
-                    async for chunk in leader.FetchSnapshot(request, timeout=_TRANSFER_S):
-                        receiver.feed(chunk)
-                    path = receiver.finish()
-                    complete = store.add(step, stage, path, sha256=receiver.sha256)
-        if complete:
-            store.prune(keep=KEPT_SNAPSHOTS)
-        return complete
 
     # ---- the end -------------------------------------------------------------------------
 
@@ -273,14 +244,3 @@ class StandbyCopy:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ShoalError):
             self.close()
-
-
-def _require_digest(path: Path, sha256: str) -> None:
-    try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise storage_error(path, error) from error
-    if found != sha256:
-        path.unlink(missing_ok=True)
-        raise MalformedFrameError(f"a shard with SHA-256 {found[:16]}…, asked was {sha256[:16]}…")

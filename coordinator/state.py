@@ -8,15 +8,16 @@ from the nodes.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from shoal.coordinator.boundary_sources import BoundarySources, Rebuilt
 from shoal.coordinator.quorum import Council
 from shoal.coordinator.recovered import Recovered
 from shoal.coordinator.step_scale import ScaleHistory, StepScale
 from shoal.coordinator.timeline import Timeline
+from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
 
 MAX_STANDBYS = 8
@@ -50,6 +51,8 @@ class StepOpened(Event):
     kind: Literal["step_opened"] = "step_opened"
     step: int
     attempt: int
+    voters: tuple[PeerId, ...] = ()
+    """With the first one in a run: who decides, beside this log, until a step is committed."""
 
 
 class NumbersBackedOff(Event):
@@ -144,7 +147,8 @@ class TermOpened(Event):
     term: int
     log_id: str
     forced: bool = False
-    """By the operator, who knows that nobody else leads: this log decides alone until a commit."""
+    """By the operator, who knows that nobody else leads: until a step opens, this log decides
+    alone."""
 
 
 class StandbyRegistered(Event):
@@ -189,44 +193,10 @@ AnyEvent = (
 )
 
 EVENT_KINDS: dict[str, type[Event]] = {
-    cls.model_fields["kind"].default: cls
-    for cls in (
-        RunCreated,
-        StageAssigned,
-        NodeFenced,
-        StepOpened,
-        NumbersBackedOff,
-        StepCommitted,
-        StepApplied,
-        SnapshotStored,
-        RolledBack,
-        StageReplayed,
-        Paused,
-        Resumed,
-        TermOpened,
-        StandbyRegistered,
-        RunFinished,
-        Compacted,
-    )
+    cls.model_fields["kind"].default: cls for cls in get_args(AnyEvent)
 }
 
-DURABLE = (
-    RunCreated,
-    StageAssigned,
-    NodeFenced,
-    StepOpened,
-    NumbersBackedOff,
-    StepCommitted,
-    SnapshotStored,
-    RolledBack,
-    StageReplayed,
-    Paused,
-    Resumed,
-    TermOpened,
-    StandbyRegistered,
-    RunFinished,
-    Compacted,
-)
+DURABLE = tuple(cls for cls in EVENT_KINDS.values() if cls is not StepApplied)
 """Fsynced before anything follows from them. The rest can be had again."""
 
 
@@ -289,7 +259,10 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             )
         case StepOpened():
             # It opens once quorums of both councils keep the last record: that one is settled.
-            return replace(state, attempt=event.attempt, council_before=state.council)
+            council = state.council
+            if not council.voters and event.voters:  # nobody has prepared anything yet
+                council = Council(frozenset(event.voters), council.log_id)
+            return replace(state, attempt=event.attempt, council=council, council_before=council)
         case NumbersBackedOff():
             scale = StepScale(event.loss_scale, event.coarsen)
             return replace(state, scales=state.scales.after_back_off(scale))
@@ -395,8 +368,15 @@ def dump(state: RunState) -> dict[str, Any]:
 
 
 def parse(kind: str, payload: Mapping[str, Any]) -> AnyEvent:
-    """A logged event."""
-    return EVENT_KINDS[kind].model_validate(payload)  # type: ignore[return-value]
+    """A logged event. Raises `StorageError` for one that this release doesn't know."""
+    try:
+        return EVENT_KINDS[kind].model_validate(payload)  # type: ignore[return-value]
+    except (KeyError, ValidationError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "unknown"
+        raise StorageError(
+            f"the event log has an event {kind[:40]!r} that this release can't read ({why}). Use "
+            "the release that wrote it, or restore the run folder from a copy."
+        ) from None
 
 
 def replay(events: Iterable[tuple[str, Mapping[str, Any]]]) -> RunState:

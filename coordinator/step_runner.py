@@ -24,7 +24,7 @@ from shoal.coordinator.watch import StepWatch
 from shoal.protocol.errors import RunFailedError
 from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.faults import Moment
-from shoal.protocol.ids import Incarnation, Stage
+from shoal.protocol.ids import Incarnation, PeerId, Stage
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.schedule import credits_per_sender, in_flight_window
 from shoal.protocol.spec import ResolvedRun
@@ -73,6 +73,10 @@ class StepRunner:
     def participates(self, session: Session) -> bool:
         return self.opened is not None and self.opened.ledger.participates(session.incarnation)
 
+    def took_part(self) -> list[Incarnation]:
+        """In the open step, also who was fenced since: its record may name them."""
+        return self.opened.ledger.took_part() if self.opened is not None else []
+
     def progressed(self) -> None:
         self.watch.progressed(self._log.clock())
 
@@ -83,20 +87,22 @@ class StepRunner:
         spec, state, members = self._run.spec, self._log.state, self._members
         step, attempt = state.step + 1, state.attempt + 1
         taking_part = {stage: members.participants(stage) for stage in members.stages}
-        fp16 = any(
-            s.hello.hardware.compute_dtype == "fp16" for g in taking_part.values() for s in g
-        )
+        everybody = [s for group in taking_part.values() for s in group]
+        fp16 = any(s.hello.hardware.compute_dtype == "fp16" for s in everybody)
         ledger = StepLedger(
             {stage: {s.incarnation: s.speed for s in g} for stage, g in taking_part.items()},
             num_microbatches=spec.batch.microbatches,
             num_validation=num_validation(spec, step, has_data=bool(self._run.data.validation)),
-            workers=[s.incarnation for g in taking_part.values() for s in g if s.tier != "holder"],
+            workers=[s.incarnation for s in everybody if s.tier != "holder"],
         )
         self.numbers.steer(ledger)
-        for session in (s for group in taking_part.values() for s in group):
+        for session in everybody:
             if not ledger.leases_of(session.incarnation):
                 session.rest()
-        self._log.record(StepOpened(time_s=self._log.clock(), step=step, attempt=attempt))
+        voters = () if state.council.voters else _voters(everybody)
+        self._log.record(
+            StepOpened(time_s=self._log.clock(), step=step, attempt=attempt, voters=voters)
+        )
         self._faults.reach(Moment.STEP_OPENED, step)
         scale = self.numbers.scale(step, fp16=fp16)
         self.opened = OpenStep(
@@ -308,10 +314,9 @@ class StepRunner:
 
     def _stamped(self, record: StepCommitted) -> StepCommitted:
         takes_part = [s for s in self._members.sessions.values() if self.participates(s)]
-        stays = [s for s in takes_part if s.farewell is None] or takes_part
         peers = self._log.state.peers
         counted = {who: peers[who] for stage in record.contributions for who in stage}
-        return self._terms.stamp(record, [s.peer_id for s in stays], counted)
+        return self._terms.stamp(record, _voters(takes_part), counted)
 
     def _advance_applying(self) -> None:
         late = [s.name for s in self._late()]
@@ -415,6 +420,12 @@ class StepRunner:
 
     def _names(self) -> dict[Incarnation, str]:
         return {s.incarnation: s.name for s in self._members.sessions.values() if s.incarnation}
+
+
+def _voters(takes_part: Sequence[Session]) -> tuple[PeerId, ...]:
+    """Who decides from here on: those that stay, or all where nobody does."""
+    stays = [s for s in takes_part if s.farewell is None] or takes_part
+    return tuple(sorted(s.peer_id for s in stays))
 
 
 def _listed(moved: Mapping[str, int], how: str = "to") -> str:

@@ -27,6 +27,9 @@ from shoal.protocol.step_record import open_step_record, sign_step_record, term_
 
 FORCE = "`shoal launch --force-term`"
 
+REST_S = 30.0
+"""For so long a claimant that lacks records asks nobody: whoever has them gets its chance."""
+
 _MAX_NAMED = 6
 
 
@@ -53,10 +56,12 @@ class Leadership:
         """Set while nodes should be asked: this coordinator leads, or a quorum is here."""
         self._willing: Counter[PeerId] = Counter()  # a node's next session may overlap its last
         self._learnt: dict[int, StepCommitted] = {}
-        self._kept: set[PeerId] = set()
+        self._heard: set[PeerId] = set()  # who of them has answered the claim
+        self._rests_until_s = 0.0
+        self._keep: dict[PeerId, tuple[int, int]] = {}  # (number, term) of its newest record
         self._told: set[PeerId] = set()  # who was sent the newest record with its commit
         self._reminded: set[PeerId] = set()
-        self._sealed: tuple[int, coordinator_pb2.SignedRecord] | None = None
+        self._sealed: tuple[tuple[int, int], coordinator_pb2.SignedRecord] | None = None
 
     @property
     def log_id(self) -> str:
@@ -79,11 +84,17 @@ class Leadership:
         self._willing[peer_id] -= 1
         if self._willing[peer_id] <= 0:
             del self._willing[peer_id]
+            self._heard.discard(peer_id)
         self._reminded.discard(peer_id)
         self._weigh()
 
     def _weigh(self) -> None:
-        if self.leads or self._claim.forced or self._decides(self._log.state.council):
+        rests = self._log.clock() < self._rests_until_s
+        if (
+            self.leads
+            or self._claim.forced
+            or (not rests and self._decides(self._log.state.council))
+        ):
             self.is_worth_a_promise.set()
         else:
             self.is_worth_a_promise.clear()
@@ -123,13 +134,12 @@ class Leadership:
             )
         if promise.term != self.term:
             raise FencedError(f"promised term {promise.term}; this is term {self.term}")
-        newest = self._log.state.last_record
-        kept = (promise.commits, promise.record_term)
-        if newest is None or kept[0] > newest.commits or kept == (newest.commits, newest.term):
-            self._kept.add(peer_id)
-        if not self.leads and self._claim.authority is not None:
-            for signed in promise.records:
-                self._learn(signed, self._claim.authority)
+        self._keep[peer_id] = promise.commits, promise.record_term
+        if not self.leads:
+            if self._claim.authority is not None:
+                for signed in promise.records:
+                    self._learn(signed, self._claim.authority)
+            self._heard.add(peer_id)
 
     def _check_refusal(self, promise: coordinator_pb2.Promise) -> None:
         """Raises `RecordError`: no node deposes a coordinator with a term that nobody claimed."""
@@ -157,7 +167,9 @@ class Leadership:
     # ---- leading -------------------------------------------------------------------------
 
     def try_to_lead(self, promised: Collection[PeerId]) -> bool:
-        """Lead, if those who have promised are enough. Raises `StorageError`."""
+        """Lead, if those who have promised are enough; call it now and then. Raises
+        `StorageError`."""
+        self._weigh()
         if not self._may_lead(promised):
             return False
         log = self._log
@@ -173,6 +185,7 @@ class Leadership:
             )
         )
         self._learnt.clear()
+        self._heard.clear()
         self.leads = True
         self._weigh()
         return True
@@ -207,18 +220,45 @@ class Leadership:
         known = news[-1].commits if news else self._log.state.commits
         return max(self._learnt, default=0) > known
 
+    def gives_up(self, promised: Collection[PeerId]) -> bool:
+        """Whether a quorum has promised, everybody here was heard, and records are missing all the
+        same: then these nodes had better look for a coordinator that has them, and are asked again
+        after a while."""
+        hopeless = (
+            self._has_gap()
+            and self._decides(self._log.state.council, promised)
+            and self._heard.issuperset(self._willing)
+        )
+        if hopeless:
+            self._rests_until_s = self._log.clock() + REST_S
+            self._weigh()
+        return hopeless
+
     def claim_obstacle(self, promised: Collection[PeerId]) -> str:
         """Why this coordinator doesn't lead yet, and what would end that."""
+        state = self._log.state
         if self._has_gap():
             newest = self._learnt[max(self._learnt)]
             return (
-                f"the nodes keep the record of step {newest.step}, but this log ends at step "
-                f"{self._log.state.step} and records between are missing: copy the newer log "
-                f"here, or, if it is lost, compute those steps again with {FORCE}"
+                f"this log ends at step {state.step}, the run at step {newest.step}, and no node "
+                f"that is here keeps all of the records between ({self._num_missing()} missing): "
+                "start the coordinator that led last, from which this one copies them; or, if its "
+                f"folder is gone for good, compute those steps again with {FORCE}"
+            )
+        if not state.council.voters and state.council.log_id not in ("", self.log_id):
+            return (
+                "no step has been opened yet, so that nobody but the coordinator that began the "
+                f"run may lead it: start that one again; or, if it is gone for good, use {FORCE}"
             )
         council = next(c for c in self._councils() if not self._decides(c, promised))
         lacks = self._lacks(council, promised)
         return f"to lead in term {self.term} this coordinator needs {lacks}"
+
+    def _num_missing(self) -> int:
+        return sum(
+            number not in self._learnt
+            for number in range(self._log.state.commits + 1, max(self._learnt))
+        )
 
     # ---- what needs a quorum -------------------------------------------------------------
 
@@ -235,9 +275,10 @@ class Leadership:
         state = self._log.state
         if not self._decides(state.council, attached):
             return f"the next step needs {self._lacks(state.council, attached)}"
+        kept = self.keepers()
         for council in (state.council_before, state.council):
-            if not self._decides(council, self._kept):
-                lacks = self._lacks(council, self._kept)
+            if not self._decides(council, kept):
+                lacks = self._lacks(council, kept)
                 return f"to keep the record of step {state.step}, the run needs {lacks}"
         return ""
 
@@ -255,10 +296,19 @@ class Leadership:
 
     def remind(self, sessions: Iterable[Session]) -> None:
         """Nodes that have yet to keep the newest record get it, once."""
+        done = self.keepers() | self._reminded
         for session in sessions:
-            if session.peer_id not in self._kept | self._reminded:
+            if session.peer_id not in done:
                 self._reminded.add(session.peer_id)
                 session.send(lead=self.lead())
+
+    def keepers(self) -> set[PeerId]:
+        """Who keeps the log's newest record."""
+        newest = self._log.state.last_record
+        if newest is None:
+            return set(self._keep)
+        number = newest.commits, newest.term
+        return {p for p, kept in self._keep.items() if kept[0] > number[0] or kept == number}
 
     # ---- records -------------------------------------------------------------------------
 
@@ -266,7 +316,7 @@ class Leadership:
         self, record: StepCommitted, voters: Iterable[PeerId], peers: dict[Incarnation, PeerId]
     ) -> StepCommitted:
         """The record as this term commits it; log it at once."""
-        self._kept.clear()
+        self._keep.clear()
         self._told.clear()
         self._reminded.clear()
         return record.model_copy(
@@ -274,14 +324,15 @@ class Leadership:
                 "term": self.term,
                 "commits": self._log.state.commits + 1,
                 "log_id": self.log_id,
-                "voters": tuple(sorted(voters)),
+                "voters": tuple(voters),
                 "peers": peers,
             }
         )
 
     def seal(self, record: StepCommitted) -> coordinator_pb2.SignedRecord:
         """The record for nodes to keep."""
-        if self._sealed is None or self._sealed[0] != record.commits:
+        which = record.commits, record.term
+        if self._sealed is None or self._sealed[0] != which:
             content = canonical_json(record.model_dump(mode="json"))
             authority = self._claim.authority
             signature = (
@@ -290,7 +341,7 @@ class Leadership:
                 else sign_step_record(content, self._run_id, authority.sign)
             )
             sealed = coordinator_pb2.SignedRecord(record=content, signature=signature)
-            self._sealed = record.commits, sealed
+            self._sealed = which, sealed
         return self._sealed[1]
 
     def told(self, peer_id: PeerId) -> None:
@@ -300,8 +351,9 @@ class Leadership:
     def applied(self, peer_id: PeerId, step: int) -> None:
         """A node has applied `step`, or pulled what comes of it: so it keeps the record, if that
         was sent to it."""
-        if step == self._log.state.step and peer_id in self._told:
-            self._kept.add(peer_id)
+        newest = self._log.state.last_record
+        if newest is not None and step == self._log.state.step and peer_id in self._told:
+            self._keep[peer_id] = newest.commits, newest.term
 
 
 def _council(record: StepCommitted) -> Council:

@@ -119,7 +119,7 @@ class Workers:
         """The run goes on without it; after a rest it warms up again."""
         session.setbacks += 1
         session.warms_up_after_s = self._log.clock() + rest_s(session.setbacks)
-        self._runner.take_out(session, why, kind="set back")
+        self._runner.take_out(session, why, kind="set_back")
 
     # ---- what they report ----------------------------------------------------------------
 

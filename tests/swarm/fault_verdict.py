@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.coordinator.run_view import audit
-from shoal.coordinator.state import Event, RolledBack, StepApplied, StepCommitted, StepOpened
+from shoal.coordinator.state import (
+    Event,
+    RolledBack,
+    StageReplayed,
+    StepApplied,
+    StepCommitted,
+    StepOpened,
+)
 from shoal.protocol.faults import FiredFault
 
 from .fault_cases import Case
@@ -97,7 +104,7 @@ def aftermath(
         longest_gap_steps=round(max(_gaps(from_fault), default=0.0) / step_s, 1),
         attempts=len(opened) - len(set(opened)),
         rolled_back=sum(isinstance(e, RolledBack) for e in since),
-        replayed=sum(getattr(e, "kind", "") == "stage_replayed" for e in since),
+        replayed=sum(isinstance(e, StageReplayed) for e in since),
         steps_recomputed=len(recomputed) - len(set(recomputed)),
         microbatches_moved=sum(int(n) for n in _REROUTED.findall(new_log)),
     )

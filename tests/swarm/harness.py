@@ -323,6 +323,16 @@ class Swarm:
             reply.raise_for_status()
             return RunView.model_validate_json(reply.content)
 
+    async def status(self) -> RunView:
+        """The same by `shoal status --json`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "shoal.cli", "status", self.live.dashboard, "--json",
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        return RunView.model_validate_json(output)
+
     async def operate(self, action: str) -> None:
         """POST /api/run/ACTION as the operator."""
         token = (self.run_folder / TOKEN_FILE).read_text(encoding="ascii").strip()

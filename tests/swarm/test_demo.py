@@ -70,7 +70,7 @@ def start_demo(home: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """Processes that carry the demo's environment; they get two seconds to go."""
+    """Processes that carry the demo's environment; they get three seconds to go."""
     deadline = time.monotonic() + 3
     found = ["?"]
     while found and time.monotonic() < deadline:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes come and go, and everybody who counts them counts the same."""
 
-import asyncio
 import re
 import signal
-import sys
 
 import httpx
 import pytest
@@ -16,17 +14,6 @@ from .harness import Process, Swarm
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 REJOINS = 5
-
-
-async def status(swarm: Swarm) -> RunView:
-    """`shoal status --json`."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "shoal.cli", "status", swarm.live.dashboard, "--json",
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    output, _ = await process.communicate()
-    assert process.returncode == 0
-    return RunView.model_validate_json(output)
 
 
 async def metrics_count(swarm: Swarm) -> int:
@@ -50,7 +37,7 @@ async def first_update(swarm: Swarm) -> RunView:
 async def check_all_count(swarm: Swarm, expected: set[str]) -> None:
     """API, command line, page and metrics agree on who is there."""
     await swarm.see(lambda v: {n.peer_id for n in v.live_nodes} == expected, "the right nodes")
-    for view in (await swarm.view(), await status(swarm), await first_update(swarm)):
+    for view in (await swarm.view(), await swarm.status(), await first_update(swarm)):
         assert {n.peer_id for n in view.live_nodes} == expected
         assert len(view.nodes) == len({n.peer_id for n in view.nodes}), "a node is listed twice"
         placed = [n.peer_id for stage in view.stages for n in stage.nodes]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs whose numbers overflow or diverge, in real processes."""
 
-import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 async def check_paused(swarm: Swarm, view: RunView) -> None:
     """It says where and why, and nobody is blamed for it."""
-    for shown in (view, await status(swarm)):
+    for shown in (view, await swarm.status()):
         assert f"the run diverged in step {view.step + 1}: microbatch" in shown.waiting_for
         assert "at stage" in shown.waiting_for
         assert "NonFinite" in shown.waiting_for
@@ -32,17 +30,6 @@ async def check_paused(swarm: Swarm, view: RunView) -> None:
         assert all(node.marks == 0 for node in shown.nodes)
     assert not swarm.events(NodeFenced)
     assert swarm.last_step == view.step
-
-
-async def status(swarm: Swarm) -> RunView:
-    """`shoal status --json`."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "shoal.cli", "status", swarm.live.dashboard, "--json",
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    output, _ = await process.communicate()
-    assert process.returncode == 0
-    return RunView.model_validate_json(output)
 
 
 async def test_numbers_that_one_node_alone_finds_bad_move_to_another(tmp_path: Path) -> None:

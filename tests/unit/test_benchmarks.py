@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[Any]:
     """Scripts that import each other by name, as when they are run."""
+    before = set(sys.modules)
     sys.path.insert(0, str(BENCHMARKS))
     try:
         import figures  # noqa: F401 - found by the path above
@@ -28,6 +29,9 @@ def benchmarks() -> Iterator[Any]:
         yield sys.modules
     finally:
         sys.path.remove(str(BENCHMARKS))
+        for name in set(sys.modules) - before:
+            if getattr(sys.modules[name], "__file__", None) == str(BENCHMARKS / f"{name}.py"):
+                del sys.modules[name]  # "session" and "figures" are names for others too
 
 
 def fault(**fields: Any) -> FaultRecord:
@@ -113,3 +117,71 @@ def test_soak_begins_and_ends_undisturbed_and_lasts_as_long_as_asked(benchmarks:
     assert plan[0].every_s is plan[-1].every_s is None
     assert sum(s.seconds for s in plan if s.every_s is not None) == pytest.approx(1800)
     assert all(a.every_s != b.every_s for a, b in pairwise(plan))
+
+
+def a_result(benchmarks: Any, **fields: Any) -> Any:
+    """Of a session of two undisturbed stretches and one with a fault that nothing came after."""
+    result = benchmarks["session"].Result(steps=61, pairs_per_step=8, **fields)
+    hit = outcome(benchmarks, every_s=20.0, steps=18.0, faults=[fault(recovered_after_s=None)])
+    result.outcomes = [outcome(benchmarks), hit, outcome(benchmarks)]
+    return result
+
+
+def described(benchmarks: Any, result: Any, differs: str = "", *, compared: bool = True) -> Any:
+    soak, plan = benchmarks["soak"], benchmarks["session"].Plan(Path("folder"))
+    report = soak.describe(plan, result, 60, differs, compared=compared)
+    return report["troubles"], soak.markdown(plan, result, report)
+
+
+def test_a_soak_without_trouble_is_told_in_rows(benchmarks: Any) -> None:
+    troubles, text = described(benchmarks, a_result(benchmarks))
+    assert troubles == []
+    assert "| weights of the undisturbed run | yes, 60 steps |" in text
+    assert "| goodput | 90.0% |" in text
+    assert "| kill, a node of several | 1 | 0 | – | – | – |" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "differs", "told"),
+    [
+        ({}, "the sums of step 7 differ", "the sums of step 7 differ"),
+        ({"steps_lost": 1}, "", "1 steps lost"),
+        ({"microbatches_missing": 2}, "", "2 microbatches missing"),
+        ({"microbatches_double": 3}, "", "3 counted twice"),
+    ],
+)
+def test_a_soak_that_lost_something_or_ends_elsewhere_is_trouble(
+    benchmarks: Any, fields: dict[str, int], differs: str, told: str
+) -> None:
+    troubles, text = described(benchmarks, a_result(benchmarks, **fields), differs)
+    assert told in troubles[0]
+    assert ("| weights of the undisturbed run | NO |" in text) == bool(differs)
+
+
+def test_a_soak_that_leaks_is_trouble(benchmarks: Any) -> None:
+    result = a_result(benchmarks)
+    result.sampler.lives.append(life(benchmarks, lambda age: 3e8 + 1e5 * age))
+    size = benchmarks["session"].LogSize
+    result.log_sizes = [size(float(n), 500 * n, 500_000 * n, n) for n in range(40)]
+    troubles, text = described(benchmarks, result)
+    assert [t.split(" of ")[0].split(" by ")[0] for t in troubles] == [
+        "memory", "the event log grows",
+    ]  # fmt: skip
+    assert "+6.00 MB/min" in text
+
+
+def test_weights_that_were_not_compared_are_not_told_to_be_equal_or_different(
+    benchmarks: Any,
+) -> None:
+    _, text = described(benchmarks, a_result(benchmarks), compared=False)
+    assert "| weights of the undisturbed run | not compared |" in text
+
+
+def test_goodput_is_measured_at_two_rates_and_computed_at_the_third(benchmarks: Any) -> None:
+    result = a_result(benchmarks)
+    result.outcomes.append(outcome(benchmarks, every_s=60.0, steps=19.0, faults=[fault()]))
+    plan = benchmarks["session"].Plan(Path("folder"))
+    rows = benchmarks["goodput"].markdown(plan, result).splitlines()
+    assert "| 20 s | 90.0% | 1 | 1.00 s | measured |" in rows
+    assert "| 60 s | 95.0% | 1 | 0.50 s | measured |" in rows
+    assert any(row.startswith("| 300 s | 99.8% | – | 0.50 s | computed") for row in rows)

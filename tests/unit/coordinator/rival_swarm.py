@@ -14,12 +14,16 @@ from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.state import StandbyRegistered
 from shoal.coordinator.store import InMemoryEventStore, StoredEvent
 from shoal.coordinator.terms import Claim
-from shoal.node.promises import Promises
 from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.spec import ResolvedRun
 
-from .fake_swarm import AUTHORITY, FakeNode, FakeSwarm, reference
+from .fake_disk import MemoryPromises
+from .fake_member import FakeMember
+from .fake_node import FakeNode
+from .fake_run import AUTHORITY
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 
 SIDES = ("a", "b")
 
@@ -47,7 +51,7 @@ class RivalSwarm(FakeSwarm):
         self.cut: set[tuple[PeerId, str]] = set()
         self.is_link_cut = False
         self.prefers: dict[PeerId, str] = {}
-        self.dead: dict[PeerId, Promises] = {}
+        self.dead: dict[PeerId, MemoryPromises] = {}
         self.accepted: dict[int, dict[tuple[int, str], pb.Commit]] = {}
         """By record number, by (term, log): what nodes have accepted."""
         self.leaders: dict[int, str] = {}
@@ -173,7 +177,7 @@ class RivalSwarm(FakeSwarm):
             assert promise.term >= before, "a promise was broken"
             self.highest[node.peer_id] = promise.term
 
-    def on_commit(self, node: FakeNode, commit: pb.Commit) -> None:
+    def on_commit(self, node: FakeMember, commit: pb.Commit) -> None:
         assert node.conductor is not None
         log_id = node.conductor.terms.log_id
         assert commit.term == self.highest[node.peer_id], "a commit of a lower term"

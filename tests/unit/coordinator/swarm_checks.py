@@ -4,16 +4,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.state import RunState
 from shoal.coordinator.step_runner import Phase
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.scale import coarsened
 
-from .fake_swarm import FakeNode, FakeSwarm, reference
+from .fake_node import FakeNode
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 
 
 def assert_undisturbed(swarm: FakeSwarm) -> None:
-    """Records and weights are those of a run in which nothing happened."""
+    """Records and weights are those of a run in which nothing happened; and it can be shown."""
     state = swarm.conductor.state
     tokens = swarm.run.spec.tokens_per_step
     expected = reference(
@@ -28,6 +31,7 @@ def assert_undisturbed(swarm: FakeSwarm) -> None:
     for step, weights in state.weights_digests.items():
         assert weights == expected.weights[step]
     assert "contradiction" not in kinds(swarm)
+    assert ConductorView(swarm.conductor, lambda: "link").view().steps_lost == 0
 
 
 def kinds(swarm: FakeSwarm) -> list[str]:

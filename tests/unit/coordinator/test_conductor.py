@@ -8,7 +8,8 @@ from shoal.protocol.errors import VersionError
 from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, untermed
 
 # ---- undisturbed -------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 
 import pytest
 
+from shoal.coordinator.transfers import Transfer, Version
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto import coordinator_pb2 as pb
+from shoal.protocol.proto import types_pb2
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines
 
 # ---- nodes that misbehave ----------------------------------------------------------------
@@ -135,11 +139,14 @@ def test_an_event_without_content_is_refused() -> None:
 def test_complaints_about_strangers_are_not_kept() -> None:
     swarm = FakeSwarm(make_run(), 4)
     node = swarm.at(0)[0]
+    assert node.session is not None
+    node.session.transfers = [Transfer(Version(0, types_pb2.STATE_PART_ALL), ())]
     for number in range(10):
         trouble = pb.Trouble(kind=pb.TROUBLE_KIND_BAD_PEER, peer_id=f"made-up-{number}")
         node.say(trouble=trouble)
     swarm.run_until(lambda: not node.events)
     assert not swarm.conductor.marks
+    assert not node.session.bad_donors
 
 
 def test_a_replica_with_other_sums_is_outvoted_by_two() -> None:

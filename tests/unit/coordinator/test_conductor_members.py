@@ -5,7 +5,8 @@ import pytest
 
 from shoal.protocol.ids import PeerId
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines, say_farewell
 
 # ---- joining -----------------------------------------------------------------------------

@@ -17,7 +17,11 @@ from shoal.protocol.ids import Incarnation, MicrobatchId, Stage
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.protocol.scale import coarsened
 
-from .fake_swarm import BadNumbers, FakeNode, FakeSwarm, Spoil, Try, make_run
+from .fake_attempt import BadNumbers, Spoil, Try
+from .fake_member import FakeMember
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines
 
 OVERFLOW = BadNumbers("NumericOverflowError")
@@ -42,7 +46,7 @@ class Hard:
 
 
 def spoil_by(*hard: Hard) -> Spoil:
-    def spoil(node: FakeNode, microbatch: int, now: Try) -> BadNumbers | None:
+    def spoil(node: FakeMember, microbatch: int, now: Try) -> BadNumbers | None:
         for task in hard:
             where = task.step, task.microbatch, task.stage
             if where == (now.step, microbatch, node.stage) and task.is_bad(
@@ -468,7 +472,7 @@ def test_a_validation_loss_that_is_bad_once_is_computed_elsewhere() -> None:
     swarm = FakeSwarm(make_run(), 4)
     seen: list[FakeNode] = []
 
-    def spoil(node: FakeNode, microbatch: int, now: Try) -> BadNumbers | None:
+    def spoil(node: FakeMember, microbatch: int, now: Try) -> BadNumbers | None:
         if (now.step, microbatch, node.stage) == (4, 5, 1) and not seen:
             seen.append(node)
             return LOSS
@@ -544,7 +548,7 @@ def test_whatever_goes_wrong_a_step_ends_in_a_commit_or_in_a_pause(
         state = swarm.conductor.state
         if swarm.conductor.ended or state.paused is not None:
             break
-        actions = swarm.actions()
+        actions = list(swarm.actions())
         if actions:
             choice = order[number] if number < len(order) else number * 7919
             actions[choice % len(actions)]()

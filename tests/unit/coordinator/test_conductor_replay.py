@@ -9,7 +9,9 @@ from shoal.coordinator.state import StageReplayed
 from shoal.protocol.ids import Stage
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines, say_farewell
 
 

@@ -10,7 +10,9 @@ from shoal.coordinator.sessions import Session
 from shoal.protocol.ids import Incarnation
 from shoal.protocol.proto.types_pb2 import STATE_PART_MOMENTS, STATE_PART_WEIGHTS
 
-from .fake_swarm import TICK_S, FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import TICK_S, FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines, say_farewell
 
 
@@ -87,7 +89,7 @@ def test_a_worker_counts_among_those_that_keep_the_records_of_its_steps() -> Non
     joiner = worker(swarm)
     swarm.run_until(in_step(swarm, swarm.conductor.state.step + 2))
     assert joiner.peer_id in swarm.conductor.state.council.voters
-    assert joiner.peer_id in swarm.conductor.terms._kept
+    assert joiner.peer_id in swarm.conductor.terms.keepers()
 
 
 def test_a_holder_that_joined_may_be_the_last_one() -> None:
@@ -211,7 +213,7 @@ def test_wrong_moments_are_found_by_the_first_step_that_they_make(
     for node in swarm.nodes.values():
         node.corrupt_moments = 5
     joiner = joined(swarm)
-    swarm.run_until(lambda: "set back" in kinds(swarm))
+    swarm.run_until(lambda: "set_back" in kinds(swarm))
     assert "the stage's are" in lines(swarm)
     for node in swarm.nodes.values():
         node.corrupt_moments = 0
@@ -230,7 +232,7 @@ def test_a_worker_that_does_not_keep_up_is_set_back_and_the_run_goes_on(
     joiner.slow_parts.add(STATE_PART_WEIGHTS)
     swarm.run_until(lambda: "the weights of step" in swarm.conductor.waiting_for)
     waiting_since_s = swarm.now_s
-    swarm.run_until(lambda: "set back" in kinds(swarm))
+    swarm.run_until(lambda: "set_back" in kinds(swarm))
     assert swarm.now_s - waiting_since_s < LEAST_S + 10 * TICK_S
     before = swarm.conductor.state.step
     swarm.run_until(lambda: swarm.conductor.state.step == before + 5)

@@ -6,7 +6,9 @@ import pytest
 
 from shoal.coordinator.step_runner import Phase
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines
 
 

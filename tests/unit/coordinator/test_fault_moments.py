@@ -7,7 +7,8 @@ from shoal.protocol.fault_injector import NO_FAULTS, Faults
 from shoal.protocol.faults import COORDINATOR_MOMENTS, Moment
 from shoal.protocol.proto import coordinator_pb2 as pb
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed
 
 

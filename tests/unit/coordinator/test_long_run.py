@@ -3,11 +3,16 @@
 
 import pytest
 
+from shoal.coordinator import compaction, conductor
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.state import replay
 from shoal.coordinator.timeline import Timeline
+from shoal.protocol.errors import DiskFullError
+from shoal.protocol.proto.types_pb2 import STATE_PART_WEIGHTS
 
-from .fake_swarm import FakeSwarm, make_run, reference
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
+from .fake_training import reference
 from .swarm_checks import kinds, lines, untermed
 
 STEPS = 230
@@ -138,8 +143,6 @@ def test_a_full_disk_puts_compaction_off_and_nothing_else() -> None:
 
     def compaction_never_fits(records: list[object]) -> None:
         if records and getattr(records[0], "kind", "") == "compacted":
-            from shoal.protocol.errors import DiskFullError
-
             raise DiskFullError("no room")
         real(records)  # type: ignore[arg-type]
 
@@ -153,8 +156,6 @@ def test_a_full_disk_puts_compaction_off_and_nothing_else() -> None:
 
 
 def test_without_snapshots_records_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.coordinator import compaction, conductor
-
     monkeypatch.setattr(compaction, "MAX_STEPS", 70)
     monkeypatch.setattr(conductor, "MAX_STEPS", 70)
     swarm = long_run(snapshot_every=10_000)
@@ -169,3 +170,31 @@ def test_without_snapshots_records_are_bounded_too(monkeypatch: pytest.MonkeyPat
     assert most <= 70 + 4 * 32 + 1
     assert isinstance(swarm.conductor.state.records, Timeline)
     assert_all_steps_are_known(swarm)
+
+
+def test_compaction_in_an_open_step_leaves_who_is_counted_in_it() -> None:
+    """A node that warmed up for a hundred steps takes part for the first time, prepares, and is
+    lost: it stays counted, and no record names it yet."""
+    swarm = FakeSwarm(
+        make_run(steps=STEPS, snapshot_every=50, microbatches=4, stages=1, replicas=3, min_nodes=2),
+        2,
+    )
+    swarm.run_until(lambda: swarm.conductor.state.step == 20, within_s=600)
+    late = swarm.join()
+    late.slow_parts = {STATE_PART_WEIGHTS}
+    swarm.run_until(lambda: swarm.conductor.state.step == 148, within_s=600)
+    late.slow_parts = set()
+    swarm.run_until(lambda: late.prepared is not None, within_s=60)
+    step = swarm.conductor.state.step
+    while any(e.HasField("prepared") for e in late.events):
+        late.report()
+    incarnation = late.incarnation
+    late.kill()
+    before = swarm.disk[0].sequence
+    swarm.snapshots.complete[step] = {0: (0, 0)}
+    swarm.conductor.snapshot_stored(step)
+    assert swarm.disk[0].sequence > before
+    assert swarm.conductor.state.step == step
+    del swarm.snapshots.complete[step]
+    swarm.run_until(lambda: swarm.conductor.state.step == step + 1, within_s=60)
+    assert incarnation in swarm.conductor.state.records[step + 1].contributions[0]

@@ -11,7 +11,8 @@ from shoal.coordinator import history, members
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.sqlite_store import SqliteEventStore
 
-from .fake_swarm import FakeSwarm, make_run
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 
 _SLACK_BYTES = 60_000
 
@@ -32,7 +33,7 @@ def drive(swarm: FakeSwarm, to_step: int) -> None:
             node.commands_seen.clear()
 
 
-def used(swarm: FakeSwarm) -> int:
+def used(swarm: "LongSwarm") -> int:
     """Bytes in use right after a compaction, when the log is as short as it gets."""
     compacted = swarm.history_steps
     while swarm.history_steps == compacted:

@@ -8,7 +8,9 @@ from shoal.coordinator.mute import LEAST_S, MOST_S, Debtor, mute, patience_s, re
 from shoal.coordinator.run_view import ConductorView
 from shoal.protocol.ids import NOBODY, Incarnation, Stage
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import assert_undisturbed, in_step, kinds, lines
 
 A, B, C, D = (Incarnation(i) for i in (1, 2, 3, 4))

@@ -12,7 +12,9 @@ from shoal.coordinator.store import StoredEvent
 from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import PeerId
 
-from .fake_swarm import FakeNode, FakeSwarm, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import in_step, say_farewell
 from .test_state import committed
 

@@ -14,7 +14,7 @@ import pytest
 from shoal.coordinator import service
 from shoal.coordinator.service import CoordinatorService
 from shoal.protocol.authority import PEER_URI_PREFIX, Authority
-from shoal.protocol.errors import AdmissionError, ShoalError, VersionError
+from shoal.protocol.errors import AdmissionError, MalformedFrameError, ShoalError, VersionError
 from shoal.protocol.identity import NodeIdentity, TlsKey, make_join_request
 from shoal.protocol.ids import RunId
 from shoal.protocol.proto import coordinator_pb2
@@ -115,3 +115,15 @@ async def test_a_session_that_says_nothing_is_ended(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await desk.service.Session(silence(), context)
     assert "sent nothing within" in str(error_from_rpc(caught.value))
+
+
+async def test_an_upload_that_stops_is_given_up() -> None:
+    async def broken_off() -> AsyncIterator[int]:
+        yield 1
+        await asyncio.Event().wait()
+
+    chunks = broken_off()
+    assert await service._next(chunks, within_s=60) == 1
+    with pytest.raises(MalformedFrameError, match="nothing within 0"):
+        await service._next(chunks, within_s=0)
+    assert await service._next(chunks, within_s=60) is None

@@ -3,6 +3,9 @@
 
 from dataclasses import asdict
 
+import pytest
+
+from shoal.coordinator.quorum import Council
 from shoal.coordinator.state import (
     EVENT_KINDS,
     AnyEvent,
@@ -18,9 +21,12 @@ from shoal.coordinator.state import (
     StepApplied,
     StepCommitted,
     StepOpened,
+    TermOpened,
     apply,
+    parse,
     replay,
 )
+from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import Incarnation, PeerId
 
 
@@ -102,3 +108,19 @@ def test_a_log_with_a_hole_is_read_as_it_is() -> None:
 def test_every_kind_of_event_can_be_read_back() -> None:
     assert all(issubclass(cls, Event) for cls in EVENT_KINDS.values())
     assert EVENT_KINDS["step_committed"] is StepCommitted
+
+
+def test_who_decides_before_the_first_commit_is_settled_by_the_first_opening() -> None:
+    began = TermOpened(time_s=0, term=1, log_id="home")
+    first = StepOpened(time_s=0, step=1, attempt=1, voters=(PeerId("p"), PeerId("q")))
+    again = StepOpened(time_s=0, step=1, attempt=2, voters=(PeerId("r"),))
+    state = after(began, first, again)
+    assert state.council == Council(frozenset({PeerId("p"), PeerId("q")}), "home")
+    assert state.council_before == state.council
+    assert apply(committed(1, voters=("r",), log_id="home"), state).council.voters == {"r"}
+
+
+@pytest.mark.parametrize(("kind", "payload"), [("of the future", {}), ("step_opened", {"step": 1})])
+def test_an_event_of_another_release_is_named(kind: str, payload: dict[str, int]) -> None:
+    with pytest.raises(StorageError, match=kind):
+        parse(kind, payload)

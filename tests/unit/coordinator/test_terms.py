@@ -4,11 +4,13 @@
 import pytest
 
 from shoal.coordinator.state import TermOpened
+from shoal.node import promises
 from shoal.protocol.errors import RecordError, TermError
 from shoal.protocol.proto import coordinator_pb2 as pb
 from shoal.version import PROTOCOL_VERSION
 
-from .fake_swarm import FakeNode, make_run
+from .fake_node import FakeNode
+from .fake_run import make_run
 from .rival_swarm import RivalSwarm, Side
 
 
@@ -81,13 +83,12 @@ def test_an_announced_commit_stands_though_the_log_that_has_it_is_gone() -> None
     assert swarm.conductor.state.records[2].term == 1
 
 
-@pytest.mark.parametrize("moment", range(0, 160, 4))
+@pytest.mark.parametrize("moment", range(0, 128, 4))
 def test_a_standby_takes_over_whenever_the_coordinator_dies(moment: int) -> None:
     swarm = four_replicas()
     counter = iter(range(moment))
     swarm.settle(lambda: next(counter, None) is None)
-    if swarm.conductor.ended:
-        return
+    assert not swarm.conductor.ended, "nothing is left to take over"
     swarm.kill_coordinator("a")
     swarm.start("b")
     swarm.finish()
@@ -216,3 +217,98 @@ def test_a_term_is_logged_before_anything_is_given_out_in_it() -> None:
     swarm.run_until(lambda: swarm.sides["b"].leads)
     kinds = [e.kind for e in swarm.sides["b"].disk[count:]]
     assert kinds[0] == TermOpened.model_fields["kind"].default
+
+
+def test_who_promised_before_a_record_was_taken_over_does_not_count_as_keeping_it() -> None:
+    swarm = four_replicas()
+    swarm.settle(lambda: any(n.step == 2 for n in swarm.nodes.values()))
+    swarm.kill_coordinator("a")
+    swarm.start("b")
+    b = swarm.conductor
+    swarm.settle(lambda: len(b.sessions) == 4)
+    assert swarm.sides["b"].leads
+    assert b.state.step == 2
+    assert "to keep the record of step 2" in b.terms.open_obstacle(b.sessions)
+    swarm.finish()
+    assert b.state.step == 4
+
+
+def test_two_records_of_one_number_are_sealed_apart() -> None:
+    swarm = four_replicas()
+    terms, record = swarm.conductor.terms, swarm.conductor.state.last_record
+    assert record is not None
+    first = terms.seal(record)
+    second = terms.seal(record.model_copy(update={"term": record.term + 1}))
+    assert first.record != second.record
+    assert terms.seal(record) == first
+
+
+@pytest.mark.parametrize("moment", range(0, 80, 4))
+def test_a_standby_takes_over_from_the_first_opening_on(moment: int) -> None:
+    """Also before the first commit, and between that and the opening of step 2."""
+    run = make_run(steps=3, stages=1, replicas=4, min_nodes=4, microbatches=4, validation_every=0)
+    swarm = RivalSwarm(run, 4)
+    swarm.register_standby()
+    swarm.settle(lambda: swarm.conductor.ledger is not None)
+    counter = iter(range(moment))
+    swarm.settle(lambda: next(counter, None) is None)
+    swarm.follow()
+    assert swarm.conductor.state.step < 3
+    swarm.kill_coordinator("a")
+    swarm.start("b")
+    swarm.finish()
+    assert swarm.sides["b"].leads
+    for step, record in swarm.conductor.state.records.items():
+        assert record.sums_digests == swarm.expected.sums[step]
+
+
+def test_before_the_first_commit_a_standby_needs_a_majority_too() -> None:
+    run = make_run(steps=3, stages=1, replicas=4, min_nodes=4, microbatches=4, validation_every=0)
+    swarm = RivalSwarm(run, 4)
+    swarm.register_standby()
+    a = swarm.conductor
+    swarm.settle(lambda: a.ledger is not None)
+    swarm.follow()
+    assert len(a.state.council.voters) == 4
+    for node in nodes_of(swarm)[:2]:
+        swarm.partition(node, "a")
+    swarm.start("b")
+    swarm.pass_time(3)
+    swarm.settle()
+    assert not swarm.sides["b"].leads
+    assert "needs 3 more" in swarm.conductor.waiting_for, "two at the door are not even asked"
+
+
+def test_a_standby_of_a_run_that_has_not_begun_says_who_may_lead_it() -> None:
+    run = make_run(steps=3, stages=1, replicas=4, min_nodes=4, microbatches=4, validation_every=0)
+    swarm = RivalSwarm(run, 0)
+    swarm.register_standby()
+    swarm.kill_coordinator("a")
+    swarm.start("b")
+    assert "no step has been opened yet" in swarm.conductor.waiting_for
+    assert "start that one again" in swarm.conductor.waiting_for
+
+
+def test_nodes_leave_a_claimant_that_lacks_records_for_one_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promises, "MAX_RECORDS", 1)
+    swarm = four_replicas()
+    swarm.settle(
+        lambda: swarm.conductor.state.step == 3 and all(n.step == 3 for n in swarm.nodes.values())
+    )
+    swarm.kill_coordinator("a")
+    swarm.start("b")  # its log ends at step 1
+    b = swarm.conductor
+    swarm.run_until(lambda: "keeps all of the records between (1 missing)" in b.waiting_for)
+    swarm.settle()
+    assert not b.sessions, "nobody is kept waiting here"
+    assert not swarm.sides["b"].leads
+    assert "start the coordinator that led last" in b.waiting_for
+    assert "--force-term" in b.waiting_for
+    swarm.start("a")
+    swarm.run_until(lambda: swarm.conductor.deposed is not None)  # by what they promised to "b"
+    swarm.supervise()
+    swarm.finish()
+    assert swarm.sides["a"].leads
+    assert swarm.conductor.state.step == 4

@@ -6,20 +6,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .fake_swarm import make_run
+from .event_scripts import DISTURB, ORDER, PARTS, TIME, Script, run_part, scripts
+from .fake_run import make_run
 from .rival_swarm import RivalSwarm, disturbances
 
 STEPS = 4
-ORDER, TIME, DISTURB = range(3)
 
 
 def do(swarm: RivalSwarm, kind: int, choice: int) -> None:
-    actions = swarm.actions()
     nodes = list(swarm.nodes.values())
     if kind == DISTURB and nodes:
         names = list(disturbances)
         disturbances[names[choice // len(nodes) % len(names)]](swarm, nodes[choice % len(nodes)])
-    elif kind == ORDER and actions:
+    elif kind == ORDER and (actions := list(swarm.actions())):
         actions[choice % len(actions)]()
     else:
         swarm.tick()
@@ -61,13 +60,10 @@ def bring_to_an_end(swarm: RivalSwarm) -> None:
         assert record.sums_digests == swarm.expected.sums[step]
 
 
-events = st.tuples(
-    st.sampled_from([ORDER] * 12 + [TIME] + [DISTURB] * 2),
-    st.integers(min_value=0, max_value=1 << 16),
-)
+KINDS = [ORDER] * 12 + [TIME] + [DISTURB] * 2
 
 
-def run_case(nodes: int, stages: int, script: list[tuple[int, int]], registered: bool) -> None:
+def run_case(nodes: int, stages: int, script: Script, registered: bool) -> None:
     run = make_run(steps=STEPS, stages=stages, microbatches=2, validation_every=0, min_nodes=1)
     swarm = RivalSwarm(run, nodes * stages)
     if registered:
@@ -81,23 +77,23 @@ def run_case(nodes: int, stages: int, script: list[tuple[int, int]], registered:
 @given(
     nodes=st.integers(1, 3),
     stages=st.integers(1, 2),
-    script=st.lists(events, max_size=300),
+    script=scripts(KINDS, most=300),
     registered=st.booleans(),
 )
 def test_no_partition_gives_a_run_two_leaders(
-    nodes: int, stages: int, script: list[tuple[int, int]], registered: bool
+    nodes: int, stages: int, script: Script, registered: bool
 ) -> None:
     run_case(nodes, stages, script, registered)
 
 
 @pytest.mark.full
-@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    nodes=st.integers(1, 3),
-    stages=st.integers(1, 2),
-    script=st.lists(events, min_size=100, max_size=500),
-)
-def test_no_partition_gives_a_run_two_leaders_in_thousands_of_cases(
-    nodes: int, stages: int, script: list[tuple[int, int]]
-) -> None:
-    run_case(nodes, stages, script, True)
+@pytest.mark.parametrize("part", PARTS)
+def test_no_partition_gives_a_run_two_leaders_in_thousands_of_cases(part: int) -> None:
+    run_part(
+        part,
+        run_case,
+        nodes=st.integers(1, 3),
+        stages=st.integers(1, 2),
+        script=scripts(KINDS, least=100, most=500),
+        registered=st.just(True),
+    )

@@ -3,14 +3,15 @@
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from shoal.coordinator.run_view import ConductorView
 from shoal.coordinator.step_runner import Phase
 
-from .fake_swarm import FakeSwarm, make_run
+from .event_scripts import PARTS, Script, run_part, scripts
+from .fake_run import make_run
+from .fake_swarm import FakeSwarm
 from .swarm_checks import in_step
-from .test_conductor_property import do, events, shapes
+from .test_conductor_property import KINDS, do, shapes
 
 SAID_WITHIN_S = 125.0
 """The longest that a step may stand still unexplained; where nothing took long before, ten."""
@@ -27,7 +28,7 @@ def check_said(swarm: FakeSwarm) -> None:
     deadline_s = swarm.now_s + SAID_WITHIN_S
     while not swarm.conductor.waiting_for:
         swarm.tick()
-        if swarm.actions() or swarm.conductor.ended:
+        if any(swarm.actions()) or swarm.conductor.ended:
             return  # it went on by itself
         assert swarm.now_s < deadline_s, f"no reason, {swarm.conductor.phase}"
     view = ConductorView(swarm.conductor, lambda: "link").view()
@@ -35,7 +36,7 @@ def check_said(swarm: FakeSwarm) -> None:
     assert view.state in ("waiting", "paused", "draining")
 
 
-def run_case(shape: dict[str, int], script: list[tuple[int, int]]) -> None:
+def run_case(shape: dict[str, int], script: Script) -> None:
     swarm = FakeSwarm(make_run(steps=3, **shape), 2 * shape["stages"])
     for number, (kind, choice) in enumerate(script):
         if swarm.conductor.ended:
@@ -47,20 +48,15 @@ def run_case(shape: dict[str, int], script: list[tuple[int, int]]) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes, script=st.lists(events, max_size=160))
-def test_a_run_that_stands_still_says_why(
-    shape: dict[str, int], script: list[tuple[int, int]]
-) -> None:
+@given(shape=shapes, script=scripts(KINDS, most=160))
+def test_a_run_that_stands_still_says_why(shape: dict[str, int], script: Script) -> None:
     run_case(shape, script)
 
 
 @pytest.mark.full
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes, script=st.lists(events, min_size=40, max_size=300))
-def test_a_run_that_stands_still_says_why_in_thousands_of_cases(
-    shape: dict[str, int], script: list[tuple[int, int]]
-) -> None:
-    run_case(shape, script)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_that_stands_still_says_why_in_thousands_of_cases(part: int) -> None:
+    run_part(part, run_case, cases=300, shape=shapes, script=scripts(KINDS, least=40, most=300))
 
 
 def test_the_node_that_holds_up_a_step_is_named_with_what_ends_the_wait() -> None:
@@ -85,7 +81,6 @@ def test_nodes_that_have_yet_to_apply_a_step_are_named() -> None:
     swarm.settle()
     late.frozen = False
     session = swarm.conductor.sessions[late.peer_id]
-    swarm.now_s += 0.0
     for _ in range(60):
         session.last_heard_s = swarm.now_s
         late.frozen = True

@@ -32,38 +32,19 @@ from shoal.protocol.errors import (
     ReplayMismatchError,
     WrongRunError,
 )
-from shoal.protocol.ids import PeerId, RunId
+from shoal.protocol.ids import PeerId
 from shoal.protocol.proto import coordinator_pb2, peer_pb2, types_pb2
 from shoal.protocol.scale import scale_exponent
-from shoal.protocol.spec import (
-    BatchSpec,
-    DataManifest,
-    ModelSpec,
-    PipelineSpec,
-    ResolvedRun,
-    RunSpec,
-    ShardRef,
-)
 
 from .loopback import Loopback, member
+from .tiny_run import tiny_run
 
 torch.set_num_threads(1)
 
 STAGES, MICROBATCHES, STEPS = 3, 3, 4
-RUN = ResolvedRun(
-    run_id=RunId("run-00000000"),
-    spec=RunSpec(
-        model=ModelSpec(
-            dim=16, num_layers=3, num_heads=2, num_kv_heads=1, ffn_dim=32, seq_len=8, vocab_size=257
-        ),
-        batch=BatchSpec(microbatches=MICROBATCHES, microbatch_size=2),
-        pipeline=PipelineSpec(stages=STAGES, cuts=(1, 2), boundary="fwd=bf16;bwd=int8:g16"),
-    ),
-    data=DataManifest(
-        vocab_size=257, token_bytes=2, train=(ShardRef(sha256="0" * 64, num_tokens=100),),
-        validation=(), tokenizer_sha256="",
-    ),
-)  # fmt: skip
+RUN = tiny_run(
+    STAGES, microbatches=MICROBATCHES, microbatch_size=2, boundary="fwd=bf16;bwd=int8:g16"
+)
 BOUNDARY = parse_boundary(RUN.spec.pipeline.boundary)
 SHAPE = boundary_shape(RUN.spec)
 CPU = torch.device("cpu")

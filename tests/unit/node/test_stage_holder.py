@@ -16,39 +16,15 @@ from shoal.node.stage_holder import StageHolder
 from shoal.node.stage_member import Prepared
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import DiskFullError, UnreachableError
-from shoal.protocol.ids import RunId
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.scale import scale_exponent
-from shoal.protocol.spec import (
-    BatchSpec,
-    DataManifest,
-    ModelSpec,
-    PipelineSpec,
-    ResolvedRun,
-    RunSpec,
-    ShardRef,
-)
 from shoal.protocol.task_scope import TaskScope
+
+from .tiny_run import tiny_run
 
 torch.set_num_threads(1)
 
-RUN = ResolvedRun(
-    run_id=RunId("run-00000000"),
-    spec=RunSpec(
-        model=ModelSpec(
-            dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=32, seq_len=8, vocab_size=257
-        ),
-        batch=BatchSpec(microbatches=2, microbatch_size=1),
-        pipeline=PipelineSpec(stages=2, cuts=(1,)),
-    ),
-    data=DataManifest(
-        vocab_size=257,
-        token_bytes=2,
-        train=(ShardRef(sha256="0" * 64, num_tokens=100),),
-        validation=(),
-        tokenizer_sha256="",
-    ),
-)
+RUN = tiny_run(2)
 INIT = coordinator_pb2.STATE_SOURCE_INIT
 KEEP = coordinator_pb2.STATE_SOURCE_KEEP
 PEER = coordinator_pb2.STATE_SOURCE_PEER

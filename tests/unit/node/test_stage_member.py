@@ -21,29 +21,14 @@ from shoal.node.stage_member import StageMember
 from shoal.node.stage_worker import StageWorker
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import NonFiniteError, NonFiniteLossError, NumericOverflowError
-from shoal.protocol.ids import Incarnation, MicrobatchId, RunId
+from shoal.protocol.ids import Incarnation, MicrobatchId
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.scale import scale_exponent
-from shoal.protocol.spec import (
-    BatchSpec,
-    DataManifest,
-    ModelSpec,
-    PipelineSpec,
-    ResolvedRun,
-    RunSpec,
-)
+from shoal.protocol.spec import ResolvedRun
 
-RUN = ResolvedRun(
-    run_id=RunId("run-00000000"),
-    spec=RunSpec(
-        model=ModelSpec(
-            dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=32, seq_len=8, vocab_size=257
-        ),
-        batch=BatchSpec(microbatches=2, microbatch_size=1),
-        pipeline=PipelineSpec(stages=1, cuts=()),
-    ),
-    data=DataManifest(vocab_size=257, token_bytes=2, train=(), validation=(), tokenizer_sha256=""),
-)
+from .tiny_run import tiny_run
+
+RUN = tiny_run(1)
 ME = Incarnation(5)
 UPSTREAM = Incarnation(4)
 WAIT_S = 30.0
@@ -233,15 +218,7 @@ async def test_a_neighbours_refusal_of_an_older_attempt_is_not_reported(bench: B
 
 # ---- the boundary log --------------------------------------------------------------------
 
-TWO_STAGES = ResolvedRun(
-    run_id=RUN.run_id,
-    spec=RunSpec(
-        model=RUN.spec.model.model_copy(update={"num_layers": 2}),
-        batch=RUN.spec.batch,
-        pipeline=PipelineSpec(stages=2, cuts=(1,)),
-    ),
-    data=RUN.data,
-)
+TWO_STAGES = tiny_run(2)
 
 
 class LoggingBench(Bench):
