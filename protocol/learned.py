@@ -46,8 +46,8 @@ class LearnedSpec:
         """Raises `ConfigError` where the codec doesn't fit a residual stream of width `dim`."""
         if self.width > dim:
             raise ConfigError(
-                f"boundary codec {self.spec!r}: {self.width} values per token from a stream of "
-                f"model.dim = {dim}; choose at most {dim}, or no learned codec"
+                f"{self.width} values per token from a stream of model.dim = {dim}; choose at "
+                f"most {dim}, or no learned codec"
             )
 
 
@@ -90,8 +90,8 @@ class MaplSpec(LearnedSpec):
         LearnedSpec.check(self, dim)
         if self.anchors == "factorized" and self.anchor_rank(dim) > dim:
             raise ConfigError(
-                f"boundary codec {self.spec!r}: anchors of rank {self.rank} in a stream of "
-                f"model.dim = {dim}; choose ra of at most {dim}, or anchors=full"
+                f"anchors of rank {self.rank} in a stream of model.dim = {dim}; choose ra of at "
+                f"most {dim}, or anchors=full"
             )
 
 
