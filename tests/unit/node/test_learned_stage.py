@@ -2,6 +2,7 @@
 """Stages with a learned codec: what must hold for every one of them."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,12 @@ import torch
 from shoal.compression.learned.spel import orthogonality_error
 from shoal.node.stage import StageRuntime
 from shoal.protocol.errors import NumericOverflowError, WrongLeaseError, WrongShapeError
+from shoal.protocol.proto.types_pb2 import (
+    STATE_PART_ALL,
+    STATE_PART_MOMENTS,
+    STATE_PART_WEIGHTS,
+)
+from shoal.protocol.state_file import PARTS, StateExpectation
 from shoal.protocol.tensors import run_tensors
 
 from .learned_runs import (
@@ -112,6 +119,21 @@ def test_a_runs_parameters_are_those_of_its_stages_each_once(codec: str) -> None
     tensors = run_tensors(run)
     assert len({t.name for t in tensors}) == len(tensors)
     assert {t.name for t in tensors} == {n for stage in new_stages(run) for n in stage.names}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("codec", ["bf16", *CODECS])
+def test_a_state_file_is_expected_to_hold_what_a_stage_gives(codec: str, optimizer: str) -> None:
+    run = make_run(codec, optimizer=optimizer)
+    for part in (STATE_PART_ALL, STATE_PART_WEIGHTS, STATE_PART_MOMENTS):
+        for stage in new_stages(run):
+            given = {n: tuple(t.shape) for n, t in stage.state_tensors(PARTS[part]).items()}
+            expect = StateExpectation.of(run, stage.spec.stage, part=part)
+            expect.check_shapes(given, Path("state"))
+            assert given
+            given.popitem()
+            with pytest.raises(WrongShapeError):
+                expect.check_shapes(given, Path("state"))
 
 
 # ---- what both sides of a boundary hold --------------------------------------------------
