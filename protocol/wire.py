@@ -228,7 +228,7 @@ def _identity(message: bytes) -> bytes:
 
 def add_peer_servicer(servicer: peer_pb2_grpc.PeerServicer, server: grpc.aio.Server) -> None:
     """Like the generated function, but `Push` and `Reduce` receive serialized frames, and
-    `FetchBoundary` yields them."""
+    `FetchBoundary` and `FetchShare` yield them."""
     handlers = {
         name: grpc.stream_stream_rpc_method_handler(
             getattr(servicer, name),
@@ -250,6 +250,11 @@ def add_peer_servicer(servicer: peer_pb2_grpc.PeerServicer, server: grpc.aio.Ser
     handlers["FetchBoundary"] = grpc.unary_stream_rpc_method_handler(
         servicer.FetchBoundary,
         request_deserializer=peer_pb2.BoundaryRequest.FromString,
+        response_serializer=_identity,
+    )
+    handlers["FetchShare"] = grpc.unary_stream_rpc_method_handler(
+        servicer.FetchShare,
+        request_deserializer=peer_pb2.ShareRequest.FromString,
         response_serializer=_identity,
     )
     handlers["Ping"] = grpc.unary_unary_rpc_method_handler(
@@ -281,6 +286,18 @@ def fetch_boundary(
     call = channel.unary_stream(
         "/shoal.v1.Peer/FetchBoundary",
         request_serializer=peer_pb2.BoundaryRequest.SerializeToString,
+        response_deserializer=_identity,
+    )
+    return call(request, timeout=timeout_s)
+
+
+def fetch_share(
+    channel: grpc.aio.Channel, request: peer_pb2.ShareRequest, *, timeout_s: float
+) -> AsyncIterable[bytes]:
+    """Serialized frames of a stage's share, for `receive_tensors`."""
+    call = channel.unary_stream(
+        "/shoal.v1.Peer/FetchShare",
+        request_serializer=peer_pb2.ShareRequest.SerializeToString,
         response_deserializer=_identity,
     )
     return call(request, timeout=timeout_s)

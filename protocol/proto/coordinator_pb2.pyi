@@ -1296,6 +1296,7 @@ class ReplayStep(_message.Message):
     HAS_WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     weights_digest: _builtins.int
     """Tree hash of the stage's weights after the step, where it is on record."""
     has_weights_digest: _builtins.bool
@@ -1311,6 +1312,12 @@ class ReplayStep(_message.Message):
     def gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoundarySource]:
         """Who logged the gradients of its outputs; none at the last stage."""
 
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShareSource]:
+        """Who logged the neighbours' shares; none unless the boundary's codec has parameters that both
+        sides hold.
+        """
+
     def __init__(
         self,
         *,
@@ -1319,14 +1326,38 @@ class ReplayStep(_message.Message):
         has_weights_digest: _builtins.bool = ...,
         inputs: _abc.Iterable[Global___BoundarySource] | None = ...,
         gradients: _abc.Iterable[Global___BoundarySource] | None = ...,
+        shares: _abc.Iterable[Global___ShareSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "gradients", b"gradients", "has_weights_digest", b"has_weights_digest", "inputs", b"inputs", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "gradients", b"gradients", "has_weights_digest", b"has_weights_digest", "inputs", b"inputs", "shares", b"shares", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplayStep: _TypeAlias = ReplayStep  # noqa: Y015
+
+@_typing.final
+class ShareSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDARY_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    boundary: _builtins.int
+    log: _builtins.int
+    """As BoundarySource.log."""
+    def __init__(
+        self,
+        *,
+        boundary: _builtins.int = ...,
+        log: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "log", b"log"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareSource: _TypeAlias = ShareSource  # noqa: Y015
 
 @_typing.final
 class BoundarySource(_message.Message):

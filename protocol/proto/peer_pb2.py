@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from shoal.protocol.proto import types_pb2 as shoal_dot_protocol_dot_proto_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal/protocol/proto/peer.proto\x12\x08shoal.v1\x1a shoal/protocol/proto/types.proto\"`\n\x07PushAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12$\n\x06status\x18\x02 \x01(\x0e\x32\x14.shoal.v1.PushStatus\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"n\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12!\n\x04part\x18\x04 \x01(\x0e\x32\x13.shoal.v1.StatePart\x12\x0e\n\x06\x63hunks\x18\x05 \x03(\r\"j\n\x10StateDescription\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x01(\r\x12\x14\n\x0c\x63hunk_sha256\x18\x03 \x01(\x0c\x12\x16\n\x0eweights_digest\x18\x04 \x01(\x06\"O\n\nStateChunk\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"|\n\x0f\x42oundaryRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12&\n\tdirection\x18\x04 \x01(\x0e\x32\x13.shoal.v1.Direction\x12\x14\n\x0cmicrobatches\x18\x05 \x03(\r\"\x1c\n\x0bPingRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"(\n\tPingReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x0c\n\x04step\x18\x02 \x01(\x04*w\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_REFUSED\x10\x03\x32\xf0\x02\n\x04Peer\x12\x34\n\x04Push\x12\x15.shoal.v1.TensorFrame\x1a\x11.shoal.v1.PushAck(\x01\x30\x01\x12\x36\n\x06Reduce\x12\x15.shoal.v1.TensorFrame\x1a\x11.shoal.v1.PushAck(\x01\x30\x01\x12\x43\n\rDescribeState\x12\x16.shoal.v1.StateRequest\x1a\x1a.shoal.v1.StateDescription\x12<\n\nFetchState\x12\x16.shoal.v1.StateRequest\x1a\x14.shoal.v1.StateChunk0\x01\x12\x43\n\rFetchBoundary\x12\x19.shoal.v1.BoundaryRequest\x1a\x15.shoal.v1.TensorFrame0\x01\x12\x32\n\x04Ping\x12\x15.shoal.v1.PingRequest\x1a\x13.shoal.v1.PingReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal/protocol/proto/peer.proto\x12\x08shoal.v1\x1a shoal/protocol/proto/types.proto\"`\n\x07PushAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12$\n\x06status\x18\x02 \x01(\x0e\x32\x14.shoal.v1.PushStatus\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"n\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12!\n\x04part\x18\x04 \x01(\x0e\x32\x13.shoal.v1.StatePart\x12\x0e\n\x06\x63hunks\x18\x05 \x03(\r\"j\n\x10StateDescription\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x01(\r\x12\x14\n\x0c\x63hunk_sha256\x18\x03 \x01(\x0c\x12\x16\n\x0eweights_digest\x18\x04 \x01(\x06\"O\n\nStateChunk\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"|\n\x0f\x42oundaryRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12&\n\tdirection\x18\x04 \x01(\x0e\x32\x13.shoal.v1.Direction\x12\x14\n\x0cmicrobatches\x18\x05 \x03(\r\"y\n\x0cShareRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08\x62oundary\x18\x03 \x01(\r\x12\r\n\x05stage\x18\x04 \x01(\r\x12\x16\n\x0escale_exponent\x18\x05 \x01(\x05\x12\x12\n\nloss_scale\x18\x06 \x01(\x01\"\x1c\n\x0bPingRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"(\n\tPingReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x0c\n\x04step\x18\x02 \x01(\x04*w\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_REFUSED\x10\x03\x32\xaf\x03\n\x04Peer\x12\x34\n\x04Push\x12\x15.shoal.v1.TensorFrame\x1a\x11.shoal.v1.PushAck(\x01\x30\x01\x12\x36\n\x06Reduce\x12\x15.shoal.v1.TensorFrame\x1a\x11.shoal.v1.PushAck(\x01\x30\x01\x12\x43\n\rDescribeState\x12\x16.shoal.v1.StateRequest\x1a\x1a.shoal.v1.StateDescription\x12<\n\nFetchState\x12\x16.shoal.v1.StateRequest\x1a\x14.shoal.v1.StateChunk0\x01\x12\x43\n\rFetchBoundary\x12\x19.shoal.v1.BoundaryRequest\x1a\x15.shoal.v1.TensorFrame0\x01\x12=\n\nFetchShare\x12\x16.shoal.v1.ShareRequest\x1a\x15.shoal.v1.TensorFrame0\x01\x12\x32\n\x04Ping\x12\x15.shoal.v1.PingRequest\x1a\x13.shoal.v1.PingReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.protocol.proto.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUSHSTATUS']._serialized_start=676
-  _globals['_PUSHSTATUS']._serialized_end=795
+  _globals['_PUSHSTATUS']._serialized_start=799
+  _globals['_PUSHSTATUS']._serialized_end=918
   _globals['_PUSHACK']._serialized_start=79
   _globals['_PUSHACK']._serialized_end=175
   _globals['_STATEREQUEST']._serialized_start=177
@@ -44,10 +44,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATECHUNK']._serialized_end=476
   _globals['_BOUNDARYREQUEST']._serialized_start=478
   _globals['_BOUNDARYREQUEST']._serialized_end=602
-  _globals['_PINGREQUEST']._serialized_start=604
-  _globals['_PINGREQUEST']._serialized_end=632
-  _globals['_PINGREPLY']._serialized_start=634
-  _globals['_PINGREPLY']._serialized_end=674
-  _globals['_PEER']._serialized_start=798
-  _globals['_PEER']._serialized_end=1166
+  _globals['_SHAREREQUEST']._serialized_start=604
+  _globals['_SHAREREQUEST']._serialized_end=725
+  _globals['_PINGREQUEST']._serialized_start=727
+  _globals['_PINGREQUEST']._serialized_end=755
+  _globals['_PINGREPLY']._serialized_start=757
+  _globals['_PINGREPLY']._serialized_end=797
+  _globals['_PEER']._serialized_start=921
+  _globals['_PEER']._serialized_end=1352
 # @@protoc_insertion_point(module_scope)

@@ -221,6 +221,43 @@ class BoundaryRequest(_message.Message):
 Global___BoundaryRequest: _TypeAlias = BoundaryRequest  # noqa: Y015
 
 @_typing.final
+class ShareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BOUNDARY_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    SCALE_EXPONENT_FIELD_NUMBER: _builtins.int
+    LOSS_SCALE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    step: _builtins.int
+    boundary: _builtins.int
+    """Boundary b lies between stages b and b+1."""
+    stage: _builtins.int
+    """Whose share: that of the stage that the asked node holds, b or b+1."""
+    scale_exponent: _builtins.int
+    """The scale of the step's sums: at another one the share is another."""
+    loss_scale: _builtins.float
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        boundary: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        scale_exponent: _builtins.int = ...,
+        loss_scale: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "loss_scale", b"loss_scale", "run_id", b"run_id", "scale_exponent", b"scale_exponent", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareRequest: _TypeAlias = ShareRequest  # noqa: Y015
+
+@_typing.final
 class PingRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

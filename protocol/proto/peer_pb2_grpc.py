@@ -60,6 +60,11 @@ class PeerStub:
                 request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.BoundaryRequest.SerializeToString,
                 response_deserializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
                 _registered_method=True)
+        self.FetchShare = channel.unary_stream(
+                '/shoal.v1.Peer/FetchShare',
+                request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.ShareRequest.SerializeToString,
+                response_deserializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
+                _registered_method=True)
         self.Ping = channel.unary_unary(
                 '/shoal.v1.Peer/Ping',
                 request_serializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.PingRequest.SerializeToString,
@@ -109,6 +114,15 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchShare(self, request, context):
+        """One side's share of a step's gradient of what both sides of a boundary hold. Waits until the
+        node's stage has summed the step up; answers of older steps come out of the boundary log.
+        Same framing as Push, one tensor, int64.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ping(self, request, context):
         """Liveness and round-trip time.
         """
@@ -142,6 +156,11 @@ def add_PeerServicer_to_server(servicer, server):
             'FetchBoundary': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchBoundary,
                     request_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.BoundaryRequest.FromString,
+                    response_serializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.SerializeToString,
+            ),
+            'FetchShare': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchShare,
+                    request_deserializer=shoal_dot_protocol_dot_proto_dot_peer__pb2.ShareRequest.FromString,
                     response_serializer=shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.SerializeToString,
             ),
             'Ping': grpc.unary_unary_rpc_method_handler(
@@ -284,6 +303,33 @@ class Peer:
             target,
             '/shoal.v1.Peer/FetchBoundary',
             shoal_dot_protocol_dot_proto_dot_peer__pb2.BoundaryRequest.SerializeToString,
+            shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchShare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shoal.v1.Peer/FetchShare',
+            shoal_dot_protocol_dot_proto_dot_peer__pb2.ShareRequest.SerializeToString,
             shoal_dot_protocol_dot_proto_dot_types__pb2.TensorFrame.FromString,
             options,
             channel_credentials,

@@ -54,6 +54,11 @@ class PeerStub:
     """What the node once sent over a boundary, out of its log; same framing as Push. What the log
     lacks is left out.
     """
+    FetchShare: _grpc.UnaryStreamMultiCallable[_peer_pb2.ShareRequest, _types_pb2.TensorFrame]
+    """One side's share of a step's gradient of what both sides of a boundary hold. Waits until the
+    node's stage has summed the step up; answers of older steps come out of the boundary log.
+    Same framing as Push, one tensor, int64.
+    """
     Ping: _grpc.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.PingReply]
     """Liveness and round-trip time."""
 
@@ -77,6 +82,11 @@ class PeerAsyncStub(PeerStub):
     FetchBoundary: _aio.UnaryStreamMultiCallable[_peer_pb2.BoundaryRequest, _types_pb2.TensorFrame]  # type: ignore[assignment]
     """What the node once sent over a boundary, out of its log; same framing as Push. What the log
     lacks is left out.
+    """
+    FetchShare: _aio.UnaryStreamMultiCallable[_peer_pb2.ShareRequest, _types_pb2.TensorFrame]  # type: ignore[assignment]
+    """One side's share of a step's gradient of what both sides of a boundary hold. Waits until the
+    node's stage has summed the step up; answers of older steps come out of the boundary log.
+    Same framing as Push, one tensor, int64.
     """
     Ping: _aio.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.PingReply]  # type: ignore[assignment]
     """Liveness and round-trip time."""
@@ -128,6 +138,17 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_types_pb2.TensorFrame], _abc.AsyncIterator[_types_pb2.TensorFrame]]:
         """What the node once sent over a boundary, out of its log; same framing as Push. What the log
         lacks is left out.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchShare(
+        self,
+        request: _peer_pb2.ShareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_types_pb2.TensorFrame], _abc.AsyncIterator[_types_pb2.TensorFrame]]:
+        """One side's share of a step's gradient of what both sides of a boundary hold. Waits until the
+        node's stage has summed the step up; answers of older steps come out of the boundary log.
+        Same framing as Push, one tensor, int64.
         """
 
     @_abc_1.abstractmethod

@@ -64,6 +64,10 @@ class _DirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Direction.V
     """One replica's partial int64 sums of a slice, to the replica that owns the slice."""
     DIRECTION_REDUCE_TOTAL: _Direction.ValueType  # 4
     """A slice's total int64 sums, from its owner to the other replicas."""
+    DIRECTION_SHARE: _Direction.ValueType  # 5
+    """What one side of a boundary contributes to the gradient of parameters that both sides hold:
+    its stage's total int64 sums of a step (FetchShare).
+    """
 
 class Direction(_Direction, metaclass=_DirectionEnumTypeWrapper):
     """What a tensor on the wire is for."""
@@ -77,6 +81,10 @@ DIRECTION_REDUCE_PARTIAL: Direction.ValueType  # 3
 """One replica's partial int64 sums of a slice, to the replica that owns the slice."""
 DIRECTION_REDUCE_TOTAL: Direction.ValueType  # 4
 """A slice's total int64 sums, from its owner to the other replicas."""
+DIRECTION_SHARE: Direction.ValueType  # 5
+"""What one side of a boundary contributes to the gradient of parameters that both sides hold:
+its stage's total int64 sums of a step (FetchShare).
+"""
 Global___Direction: _TypeAlias = Direction  # noqa: Y015
 
 class _Tier:
