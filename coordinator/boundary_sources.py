@@ -72,6 +72,15 @@ class BoundarySources:
         for peer_id, microbatches in self._of(step, stage).items():
             if microbatch in microbatches:
                 yield peer_id
+        yield from self._rebuilders(step, stage)
+
+    def sharers(self, step: int, stage: Stage) -> Iterator[PeerId]:
+        """Who may have logged the stage's share of what it holds in common with a neighbour: all
+        who summed the step up; the likeliest first."""
+        yield from self._of(step, stage)
+        yield from self._rebuilders(step, stage)
+
+    def _rebuilders(self, step: int, stage: Stage) -> Iterator[PeerId]:
         for rebuilt in reversed(self.rebuilt):
             if rebuilt.stage == stage and rebuilt.from_step <= step <= rebuilt.to_step:
                 yield rebuilt.peer_id

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a lost stage can be replayed out of its neighbours' logs, and from whose. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from shoal.coordinator.boundary_sources import MAX_REPLAY_STEPS, BoundarySources
 from shoal.protocol.ids import PeerId, Stage
@@ -18,6 +18,8 @@ class StepSources:
     """Empty at stage 0."""
     gradients: Parts
     """Empty at the last stage."""
+    shares: Mapping[int, PeerId] = field(default_factory=dict)
+    """By boundary, whose log holds the other side's share of what both sides hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,10 @@ class ReplayPlan:
     @property
     def logs(self) -> list[PeerId]:
         """Everybody whose log is read, in a fixed order."""
-        return sorted({p for s in self.steps for parts in (s.inputs, s.gradients) for p in parts})
+        return sorted(
+            {p for s in self.steps for parts in (s.inputs, s.gradients) for p in parts}
+            | {p for s in self.steps for p in s.shares.values()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,8 @@ class Missing:
 
     step: int
     stage: Stage
-    microbatch: int
+    microbatch: int | None
+    """None for the stage's share of what it holds in common with its neighbour."""
     logged_by: tuple[PeerId, ...]
 
 
@@ -74,8 +80,11 @@ def plan_replay(
     to_step: int,
     sources: BoundarySources,
     logs: Mapping[PeerId, int],
+    has_shares: bool = False,
 ) -> ReplayPlan | Missing | NoReplay:
     """A source for every input of every step after `base_step` up to `to_step`.
+
+    `has_shares`: the two sides of a boundary hold parameters in common (node/shares.py).
 
     `logs` are the boundary logs within reach, by their owner, each with the oldest step that it is
     known to begin with (0: unknown, taken for all). A plan exists exactly when every input of
@@ -94,10 +103,25 @@ def plan_replay(
             wanted = range(num_microbatches) if 0 <= neighbour < num_stages else ()
             for microbatch in wanted:
                 candidates = tuple(sources.candidates(step, Stage(neighbour), microbatch))
-                source = next((p for p in candidates if p in logs and logs[p] <= step), None)
+                source = _within_reach(candidates, logs, step)
                 if source is None:
                     return Missing(step, Stage(neighbour), microbatch, candidates)
                 parts[source] = (*parts.get(source, ()), microbatch)
             both.append(parts)
-        steps.append(StepSources(step, *both))
+        shares: dict[int, PeerId] = {}
+        for boundary, neighbour in ((stage - 1, stage - 1), (stage, stage + 1)):
+            if not has_shares or not 0 <= neighbour < num_stages:
+                continue
+            candidates = tuple(sources.sharers(step, Stage(neighbour)))
+            source = _within_reach(candidates, logs, step)
+            if source is None:
+                return Missing(step, Stage(neighbour), None, candidates)
+            shares[boundary] = source
+        steps.append(StepSources(step, both[0], both[1], shares))
     return ReplayPlan(stage, base_step, tuple(steps))
+
+
+def _within_reach(
+    candidates: Iterable[PeerId], logs: Mapping[PeerId, int], step: int
+) -> PeerId | None:
+    return next((p for p in candidates if p in logs and logs[p] <= step), None)

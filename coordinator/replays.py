@@ -18,6 +18,8 @@ from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.state import StageReplayed
 from shoal.protocol.errors import BoundaryHoleError, ReplayMismatchError
 from shoal.protocol.ids import PeerId, Stage, display_name
+from shoal.protocol.learned import learned_codec
+from shoal.protocol.learned_tensors import has_projection
 from shoal.protocol.proto import coordinator_pb2
 from shoal.protocol.spec import RunSpec
 
@@ -33,6 +35,7 @@ class Replays:
         self._log = log
         self._members = members
         self._snapshots = snapshots
+        self._has_shares = has_projection(learned_codec(spec.pipeline.boundary))
         # What has turned out not to work, until the stage is held again or the run has gone back.
         self._holes: defaultdict[Stage, set[PeerId]] = defaultdict(set)
         self._refused: dict[Stage, str] = {}
@@ -53,6 +56,7 @@ class Replays:
             to_step=state.step,
             sources=state.sources,
             logs=self._logs(stage),
+            has_shares=self._has_shares,
         )
         if isinstance(plan, Missing):
             here = self._members.sessions
@@ -80,10 +84,10 @@ class Replays:
         if not self._spec.fault.boundary_log_mb:
             return "fault.boundary_log_mb is 0, so that no logs are kept"
         names = " and ".join(display_name(peer_id) for peer_id in missing.logged_by) or "nobody"
-        return (
-            f"what stage {missing.stage} sent for microbatch {missing.microbatch} in step "
-            f"{missing.step} is in no log within reach (logged by {names})"
-        )
+        what = f"what stage {missing.stage} sent for microbatch {missing.microbatch} in step"
+        if missing.microbatch is None:
+            what = f"stage {missing.stage}'s share of its boundary codec's gradient in step"
+        return f"{what} {missing.step} is in no log within reach (logged by {names})"
 
     def command(self, plan: ReplayPlan) -> coordinator_pb2.Replay:
         """What the node is told."""
@@ -108,6 +112,10 @@ class Replays:
                 has_weights_digest=digests is not None,
                 inputs=sources(dict(step.inputs)),
                 gradients=sources(dict(step.gradients)),
+                shares=[
+                    coordinator_pb2.ShareSource(boundary=boundary, log=index[peer_id])
+                    for boundary, peer_id in step.shares.items()
+                ],
             )
         return replay
 

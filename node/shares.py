@@ -171,9 +171,7 @@ class SharedOut:
 def mirrored_numel(spec: RunSpec) -> int:
     """Elements that both sides of each boundary hold; 0 where they hold nothing in common."""
     learned = learned_codec(spec.pipeline.boundary)
-    if learned is None or not has_projection(learned):
-        return 0
-    return spec.model.dim * learned.width
+    return spec.model.dim * learned.width if learned and has_projection(learned) else 0
 
 
 def key_of(request: peer_pb2.ShareRequest) -> ShareKey:
