@@ -3,14 +3,18 @@
 
 import asyncio
 import random
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc
+from torch import Tensor
 
 from shoal.compression.codec import CodecContext, Leg, WireCodec
 from shoal.compression.registry import Boundary
 from shoal.node.logged_boundaries import LEGS
+from shoal.node.share_fetch import ask_for_share, request_of
+from shoal.node.shares import ShareKey, mirrored_numel
 from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
     BoundaryHoleError,
@@ -25,6 +29,8 @@ from shoal.protocol.proto import coordinator_pb2, peer_pb2, types_pb2
 from shoal.protocol.rpc import Credentials, backoff, error_from_rpc
 from shoal.protocol.spec import ResolvedRun
 from shoal.protocol.wire import Payload, RefusedTensor, fetch_boundary, receive_tensors
+
+R = TypeVar("R")
 
 _TRIES = 3
 _DEADLINE_S = 30.0
@@ -47,10 +53,13 @@ class StepInputs:
 
     inputs: Mapping[int, Logged]
     gradients: Mapping[int, Logged]
+    shares: Mapping[int, Tensor] = field(default_factory=dict)
+    """By boundary: the other side's share of what both sides hold (node/shares.py)."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(x.payload) for x in (*self.inputs.values(), *self.gradients.values()))
+        payloads = (x.payload for x in (*self.inputs.values(), *self.gradients.values()))
+        return sum(map(len, payloads)) + sum(share.nbytes for share in self.shares.values())
 
 
 class BoundaryFetch:
@@ -93,11 +102,16 @@ class BoundaryFetch:
                     group.create_task(self._fetch(number, types_pb2.DIRECTION_BACKWARD, source))
                     for source in step.gradients
                 ]
+                shares = {
+                    source.boundary: group.create_task(self._fetch_share(step.commit, source))
+                    for source in step.shares
+                }
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return StepInputs(
             inputs=_merged(task.result() for task in inputs),
             gradients=_merged(task.result() for task in gradients),
+            shares={boundary: task.result() for boundary, task in shares.items()},
         )
 
     async def _fetch(
@@ -106,9 +120,7 @@ class BoundaryFetch:
         direction: types_pb2.Direction.ValueType,
         source: coordinator_pb2.BoundarySource,
     ) -> dict[int, Logged]:
-        if source.log >= len(self._logs):
-            raise WrongLeaseError(f"the plan names log {source.log} of {len(self._logs)}")
-        log = self._logs[source.log]
+        log = self._log(source.log)
         leg = LEGS[direction]
         request = peer_pb2.BoundaryRequest(
             run_id=self._run.run_id,
@@ -145,28 +157,45 @@ class BoundaryFetch:
             for m in source.microbatches
         }
 
-    async def _ask(
-        self, index: int, log: types_pb2.Member, request: peer_pb2.BoundaryRequest
-    ) -> dict[int, Payload]:
-        """What the log has of it. A connection that fails is tried again, twice."""
-        rng = random.Random()
-        for attempt in range(_TRIES):
-            try:
-                return await self._ask_once(index, log, request)
-            except grpc.aio.AioRpcError as rpc_error:
-                error = error_from_rpc(rpc_error)
-                if not isinstance(error, UnreachableError) or attempt + 1 == _TRIES:
-                    raise error from None
-            await asyncio.sleep(backoff(attempt, rng))
-        raise AssertionError("the last try returns or raises")
+    async def _fetch_share(
+        self, commit: coordinator_pb2.Commit, source: coordinator_pb2.ShareSource
+    ) -> Tensor:
+        log = self._log(source.log)
+        key = ShareKey(commit.step, source.boundary, commit.scale_exponent, commit.loss_scale)
+        other = source.boundary if source.boundary != self._stage else self._stage + 1
+        request = request_of(self._run.run_id, key, other)
+        numel = mirrored_numel(self._run.spec)
+        try:
+            return await _persistently(
+                lambda: ask_for_share(
+                    self._channel(source.log, log), request, numel, name=log.name
+                )
+            )
+        except ShoalError as error:
+            where = f"{log.name}'s log of step {commit.step}"
+            raise BoundaryHoleError(f"{where}: {error}", log.peer_id) from None
 
-    async def _ask_once(
-        self, index: int, log: types_pb2.Member, request: peer_pb2.BoundaryRequest
-    ) -> dict[int, Payload]:
+    def _log(self, index: int) -> types_pb2.Member:
+        if index >= len(self._logs):
+            raise WrongLeaseError(f"the plan names log {index} of {len(self._logs)}")
+        return self._logs[index]
+
+    def _channel(self, index: int, log: types_pb2.Member) -> grpc.aio.Channel:
         channel = self._channels.get(index)
         if channel is None:
             channel = self._credentials.channel(log.address, PeerId(log.peer_id))
             self._channels[index] = channel
+        return channel
+
+    async def _ask(
+        self, index: int, log: types_pb2.Member, request: peer_pb2.BoundaryRequest
+    ) -> dict[int, Payload]:
+        """What the log has of it."""
+        return await _persistently(lambda: self._ask_once(self._channel(index, log), request))
+
+    async def _ask_once(
+        self, channel: grpc.aio.Channel, request: peer_pb2.BoundaryRequest
+    ) -> dict[int, Payload]:
         codec = self._codec(LEGS[request.direction])
         most, wanted = codec.max_encoded_bytes(self._shape), set(request.microbatches)
 
@@ -186,15 +215,31 @@ class BoundaryFetch:
 
         timeout_s = _DEADLINE_S + most * len(wanted) / _LEAST_BYTES_PER_S
         found: dict[int, Payload] = {}
-        messages = fetch_boundary(channel, request, timeout_s=timeout_s)
-        async for received in receive_tensors(messages, admit):
-            if isinstance(received, RefusedTensor):
-                raise received.error
-            found[received.header.key.microbatch] = received.payload
+        try:
+            messages = fetch_boundary(channel, request, timeout_s=timeout_s)
+            async for received in receive_tensors(messages, admit):
+                if isinstance(received, RefusedTensor):
+                    raise received.error
+                found[received.header.key.microbatch] = received.payload
+        except grpc.aio.AioRpcError as rpc_error:
+            raise error_from_rpc(rpc_error) from None
         return found
 
     def _codec(self, leg: Leg) -> WireCodec:
         return self._boundary.forward if leg == "forward" else self._boundary.backward
+
+
+async def _persistently(ask: Callable[[], Awaitable[R]]) -> R:
+    """A connection that fails is tried again, twice."""
+    rng = random.Random()
+    for attempt in range(_TRIES):
+        try:
+            return await ask()
+        except UnreachableError:
+            if attempt + 1 == _TRIES:
+                raise
+        await asyncio.sleep(backoff(attempt, rng))
+    raise AssertionError("the last try returns or raises")
 
 
 def _merged(parts: Iterable[Mapping[int, Logged]]) -> dict[int, Logged]:

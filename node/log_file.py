@@ -5,7 +5,7 @@ A file is written whole and renamed into place, but not synced. What a power cut
 damaged, is a hole: reading gives what is whole and leaves out the rest.
 
     "SHOALBL1" | u16 length, boundary spec | entries
-    entry: "ENTR" | u8 leg | u32 microbatch | u64 length | XXH3-128 of the 13 bytes before and the
+    entry: "ENTR" | u8 kind | u32 number | u64 length | XXH3-128 of the 13 bytes before and the
     payload | payload          (little-endian)
 """
 
@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 
@@ -23,18 +24,23 @@ from shoal.protocol.wire import Payload
 _MAGIC = b"SHOALBL1"
 _SPEC_LENGTH = struct.Struct("<H")
 _MARK = b"ENTR"
-_KEY = struct.Struct("<BIQ")  # leg, microbatch, payload bytes
+_KEY = struct.Struct("<BIQ")  # kind, number, payload bytes
 _CHECKSUM_BYTES = 16
 _ENTRY_BYTES = len(_MARK) + _KEY.size + _CHECKSUM_BYTES
-_LEGS: tuple[Leg, ...] = ("forward", "backward")
+Kind = Leg | Literal["share"]
+"""A boundary tensor's leg, or this stage's share of what a boundary's two stages hold in common."""
+
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "share")
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A boundary tensor as it was sent: a stage's output, or the gradient of its input."""
+    """A boundary tensor as it was sent: a stage's output, or the gradient of its input; or a share
+    (node/shares.py), which was there to be fetched."""
 
-    leg: Leg
-    microbatch: int
+    kind: Kind
+    number: int
+    """Microbatch, or a share's boundary."""
     payload: Payload
 
 
@@ -61,15 +67,15 @@ def write_step(path: Path, entries: Iterable[Sent], boundary: str) -> None:
         file.write(_MAGIC + _SPEC_LENGTH.pack(len(spec)) + spec)
         for entry in entries:
             payload = memoryview(entry.payload).cast("B")
-            key = _KEY.pack(_LEGS.index(entry.leg), entry.microbatch, len(payload))
+            key = _KEY.pack(_KINDS.index(entry.kind), entry.number, len(payload))
             file.write(_MARK + key + _checksum(key, payload))
             file.write(payload)
 
 
-def places(path: Path, boundary: str) -> Mapping[tuple[Leg, int], Place]:
+def places(path: Path, boundary: str) -> Mapping[tuple[Kind, int], Place]:
     """The entries that the file names, up to where it is torn; none of one that was written with
     another boundary spec. Raises `OSError`."""
-    found: dict[tuple[Leg, int], Place] = {}
+    found: dict[tuple[Kind, int], Place] = {}
     spec = boundary.encode()
     head = _MAGIC + _SPEC_LENGTH.pack(len(spec)) + spec
     size = path.stat().st_size
@@ -79,11 +85,11 @@ def places(path: Path, boundary: str) -> Mapping[tuple[Leg, int], Place]:
         offset = len(head)
         while len(entry := file.read(_ENTRY_BYTES)) == _ENTRY_BYTES and entry[:4] == _MARK:
             key = entry[4 : 4 + _KEY.size]
-            leg, microbatch, length = _KEY.unpack(key)
+            kind, number, length = _KEY.unpack(key)
             offset += _ENTRY_BYTES
-            if leg >= len(_LEGS) or offset + length > size:
+            if kind >= len(_KINDS) or offset + length > size:
                 break
-            found[_LEGS[leg], microbatch] = Place(key, entry[-_CHECKSUM_BYTES:], offset, length)
+            found[_KINDS[kind], number] = Place(key, entry[-_CHECKSUM_BYTES:], offset, length)
             offset += length
             file.seek(offset)
     return found

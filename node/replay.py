@@ -17,6 +17,7 @@ from shoal.compression.registry import Boundary
 from shoal.node.boundary_fetch import BoundaryFetch, Logged, StepInputs
 from shoal.node.boundary_log import BoundaryLog
 from shoal.node.log_file import Sent
+from shoal.node.shares import Share
 from shoal.node.stage_worker import StageWorker
 from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
@@ -107,11 +108,14 @@ class StageReplay:
         for microbatch in microbatches:
             sent += await self._microbatch(commit.step, MicrobatchId(microbatch), inputs)
         totals = worker.runtime.sums
+        shares = await worker.shares(totals)
+        totals = await worker.add_shares(totals, inputs.shares)
         self._check(commit.step, "sums", (await worker.prepare(totals)).digest, commit.sums_digest)
         digest = await worker.apply(totals, commit)
         if step.has_weights_digest:
             self._check(commit.step, "weights", digest, step.weights_digest)
         if self._log.is_on:
+            sent += [Sent("share", b, Share.of(share).payload) for b, share in shares.items()]
             self._log.append(commit.step, worker.spec.stage, sent)
             await self._log.settle()
 
