@@ -167,9 +167,7 @@ class BoundaryFetch:
         numel = mirrored_numel(self._run.spec)
         try:
             return await _persistently(
-                lambda: ask_for_share(
-                    self._channel(source.log, log), request, numel, name=log.name
-                )
+                lambda: ask_for_share(self._channel(source.log, log), request, numel, name=log.name)
             )
         except ShoalError as error:
             where = f"{log.name}'s log of step {commit.step}"

@@ -21,8 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.compression.codec import Leg
-from shoal.node.log_file import Place, Sent, places, read_entry, step_bytes, write_step
+from shoal.node.log_file import Kind, Place, Sent, places, read_entry, step_bytes, write_step
 from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import RunId
 
@@ -125,7 +124,7 @@ class BoundaryLog:
         """Forget all steps up to this one."""
         self._executor.submit(self._forget, lambda key: key[0] <= through_step)
 
-    async def places(self, step: int, stage: int) -> dict[tuple[Leg, int], Place]:
+    async def places(self, step: int, stage: int) -> dict[tuple[Kind, int], Place]:
         """What the log has of a step at a stage."""
         return await self._call(lambda: self._places(step, stage), {})
 
@@ -205,7 +204,7 @@ class BoundaryLog:
         self.num_bytes = sum(self._sizes.values())
         self.oldest_step = min((step for step, _ in self._sizes), default=0)
 
-    def _places(self, step: int, stage: int) -> dict[tuple[Leg, int], Place]:
+    def _places(self, step: int, stage: int) -> dict[tuple[Kind, int], Place]:
         if (step, stage) not in self._sizes:
             return {}
         return dict(places(self._path(step, stage), self._boundary))

@@ -25,6 +25,7 @@ from shoal.node.pace import Pace
 from shoal.node.peer_service import PeerService
 from shoal.node.promises import Promises
 from shoal.node.session import NodeSession
+from shoal.node.shares import SharedOut
 from shoal.node.stage_holder import Report, StageHolder
 from shoal.node.state_transfer import StateTransfer
 from shoal.node.swarm_view import SwarmView
@@ -213,6 +214,7 @@ class NodeDaemon:
             self._faults,
             pace=Pace(config.donate_mb_per_s * 1e6),
             logged=LoggedBoundaries(run, holder.boundary_log),
+            shared=SharedOut(run, holder.boundary_log),
         )
         server = create_server()
         add_peer_servicer(service, server)

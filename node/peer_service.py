@@ -15,6 +15,7 @@ from shoal.node.links import INCARNATION_METADATA
 from shoal.node.logged_boundaries import LoggedBoundaries
 from shoal.node.pace import Pace
 from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.shares import ShareDesk, SharedOut
 from shoal.node.state_pins import PinnedState
 from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
@@ -42,6 +43,10 @@ PLAN_LAG_S = 10.0
 
 _MAX_LOG_READS = 8
 """Of one peer. A replay reads two directions of two steps at a time."""
+
+_MAX_SHARE_READS = 8
+"""Of one peer, which asks one at a time, of two boundaries in a replay; a request that it has given
+up may wait here for a while."""
 
 _DECODE_INLINE_BYTES = 256 * 1024
 
@@ -71,6 +76,7 @@ class Inboxes(Protocol):
     async def pinned(
         self, stage: int, step: int, part: types_pb2.StatePart.ValueType
     ) -> PinnedState: ...
+    def share_desk(self, stage: int) -> ShareDesk | None: ...
     @property
     def committed_step(self) -> int: ...
 
@@ -138,10 +144,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         *,
         pace: Pace | None = None,
         logged: LoggedBoundaries | None = None,
+        shared: SharedOut | None = None,
     ) -> None:
         """`on_bad` hears of what no honest node sends, not of what merely came late. `pace` bounds
         what is given to joiners for which nobody waits. Without `logged` the node has no boundary
-        log to answer from."""
+        log to answer from; without `shared` it has no shares either."""
         self._pace = pace or Pace(0)
         self._run_id = run_id
         self._swarm = swarm
@@ -151,6 +158,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._open_streams: Counter[PeerId] = Counter()
         self._donations: Counter[PeerId] = Counter()
         self._logged = logged
+        self._shared = shared
+        self._share_reads: Counter[PeerId] = Counter()
         self._log_reads: Counter[PeerId] = Counter()
         self.bytes_received = 0
 
@@ -297,6 +306,22 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 return
             with _counted(self._log_reads, sender, _MAX_LOG_READS, "reads of the boundary log"):
                 async for frame in self._logged.frames(request):
+                    yield frame
+        except ShoalError as error:
+            await abort_with(context, error)
+
+    async def FetchShare(  # type: ignore[override]
+        self, request: peer_pb2.ShareRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        # As FetchBoundary for every admitted peer.
+        try:
+            sender = peer_id_from_context(context)
+            self._faults.check_link(sender)
+            if self._shared is None:
+                return
+            with _counted(self._share_reads, sender, _MAX_SHARE_READS, "requests for shares"):
+                desk = self._inboxes.share_desk(request.stage)
+                async for frame in self._shared.frames(request, desk):
                     yield frame
         except ShoalError as error:
             await abort_with(context, error)

@@ -4,13 +4,14 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 import grpc
 from torch import Tensor
 
 from shoal.compression import integers
-from shoal.node.shares import WAIT_S, ShareKey
+from shoal.node.shares import WAIT_S, ShareKey, mirrored_numel
+from shoal.node.swarm_view import SwarmView
 from shoal.protocol.errors import (
     BoundaryHoleError,
     ShoalError,
@@ -21,6 +22,7 @@ from shoal.protocol.errors import (
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId
 from shoal.protocol.proto import peer_pb2, types_pb2
 from shoal.protocol.rpc import Credentials, backoff, error_from_rpc
+from shoal.protocol.spec import ResolvedRun
 from shoal.protocol.wire import RefusedTensor, fetch_share, receive_tensors
 
 log = logging.getLogger(__name__)
@@ -30,60 +32,58 @@ _LEAST_BYTES_PER_S = 500_000
 """An answer may take `_DEADLINE_S` and a second per so many bytes."""
 _RETRY_LIMIT_S = 2.0
 
-Replicas = Callable[[int], Sequence[types_pb2.Member]]
-"""Of a stage, now."""
-
 
 class ShareFetch:
     """One stage's. Channels stay open until `close`."""
 
     def __init__(
         self,
-        run_id: str,
+        run: ResolvedRun,
         stage: int,
         *,
         me: Incarnation,
-        replicas: Replicas,
+        swarm: SwarmView,
         credentials: Credentials,
         on_unreachable: Callable[[types_pb2.Member, str], None],
     ) -> None:
-        self._run_id = run_id
+        self._run_id = run.run_id
+        self._numel = mirrored_numel(run.spec)
         self._stage = stage
         self._me = me
-        self._replicas = replicas
+        self._swarm = swarm
         self._credentials = credentials
         self._on_unreachable = on_unreachable
         self._channels: dict[Incarnation, grpc.aio.Channel] = {}
         self._rng = random.Random(me)
         self.waits_for = NOBODY
         """Whose share is on its way."""
+        self.num_fetched = 0
 
-    async def fetch(self, wanted: Mapping[ShareKey, int]) -> dict[int, Tensor]:
-        """The other side's share of each boundary, flat int64 of so many elements.
+    async def fetch(self, wanted: Iterable[ShareKey]) -> dict[int, Tensor]:
+        """The other side's share, flat int64, by boundary.
 
         Asks replicas in turn until one answers: cancelled from outside when the round is.
         """
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {
-                    key.boundary: group.create_task(self._fetch(key, numel))
-                    for key, numel in wanted.items()
-                }
+                tasks = {key.boundary: group.create_task(self._fetch(key)) for key in wanted}
         finally:
             self.waits_for = NOBODY
         return {boundary: task.result() for boundary, task in tasks.items()}
 
-    async def _fetch(self, key: ShareKey, numel: int) -> Tensor:
+    async def _fetch(self, key: ShareKey) -> Tensor:
         stage = key.boundary if self._stage != key.boundary else key.boundary + 1
         attempt = 0
         while True:
             # Not all replicas of this stage ask the same one.
-            replicas = sorted(self._replicas(stage), key=lambda member: member.incarnation)
+            replicas = self._swarm.members_of(stage)
             if replicas:
                 member = replicas[(self._me + attempt) % len(replicas)]
                 self.waits_for = Incarnation(member.incarnation)
                 try:
-                    return await self._ask(member, key, stage, numel)
+                    share = await self._ask(member, key, stage)
+                    self.num_fetched += 1
+                    return share
                 except UnreachableError as error:
                     self._on_unreachable(member, str(error))
                 except ShoalError as error:
@@ -91,20 +91,14 @@ class ShareFetch:
             await asyncio.sleep(backoff(attempt, self._rng, limit_s=_RETRY_LIMIT_S))
             attempt += 1
 
-    async def _ask(
-        self, member: types_pb2.Member, key: ShareKey, stage: int, numel: int
-    ) -> Tensor:
+    async def _ask(self, member: types_pb2.Member, key: ShareKey, stage: int) -> Tensor:
         incarnation = Incarnation(member.incarnation)
         channel = self._channels.get(incarnation)
         if channel is None:
             channel = self._credentials.channel(member.address, PeerId(member.peer_id))
             self._channels[incarnation] = channel
-        return await ask_for_share(
-            channel,
-            request_of(self._run_id, key, stage),
-            numel,
-            name=member.name,
-        )
+        request = request_of(self._run_id, key, stage)
+        return await ask_for_share(channel, request, self._numel, name=member.name)
 
     async def drop(self, incarnation: Incarnation) -> None:
         """The member is gone: nobody waits for its answer."""

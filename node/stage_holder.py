@@ -23,6 +23,7 @@ from shoal.node.hardware import Device
 from shoal.node.inbox import BoundaryInbox
 from shoal.node.member_reports import trouble_event
 from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.shares import ShareDesk
 from shoal.node.stage_loader import StageLoader
 from shoal.node.stage_member import Prepared, StageMember
 from shoal.node.stage_worker import StageWorker
@@ -126,6 +127,10 @@ class StageHolder:
     @property
     def reduce_inbox(self) -> ReduceInbox | None:
         return self.member.reduce_inbox if self.member else None
+
+    def share_desk(self, stage: int) -> ShareDesk | None:
+        member = self.member
+        return member.share_desk if member and member.worker.spec.stage == stage else None
 
     @property
     def committed_step(self) -> int:

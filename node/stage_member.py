@@ -23,6 +23,8 @@ from shoal.node.log_file import Sent
 from shoal.node.member_reports import MemberReports, Send
 from shoal.node.reduce import all_reduce
 from shoal.node.reduce_inbox import ReduceInbox
+from shoal.node.share_fetch import ShareFetch
+from shoal.node.shares import Share, ShareDesk, ShareKey
 from shoal.node.stage_worker import Computed, StageWorker
 from shoal.node.step_work import LeaseFacts, Push, StepWork
 from shoal.node.swarm_view import SwarmView
@@ -109,6 +111,16 @@ class StageMember:
                 member, reason, error=TruncatedStreamError
             ),
         )
+        self.share_desk = ShareDesk(runtime.step)
+        self._share_fetch = ShareFetch(
+            run,
+            worker.spec.stage,
+            me=incarnation,
+            swarm=swarm,
+            credentials=credentials,
+            on_unreachable=self._reports.unreachable,
+        )
+        self._scale = (0, 1.0)  # the open step's (scale_exponent, loss_scale)
         self._work: Work | None = None
         self._forwards: dict[MicrobatchId, Computed] = {}  # this attempt's, for their receipts
         self._leaving = False
@@ -140,6 +152,7 @@ class StageMember:
         if self._log is not None:
             self._log.forget_from(command.step)
         self._reports.step, self._reports.attempt = command.step, command.attempt
+        self._scale = (command.scale_exponent, command.loss_scale)
         self._forwards = {}
         spec = self.worker.spec
         work: Work = StepWork(
@@ -205,16 +218,20 @@ class StageMember:
         """The weights are those after `step`, or will be before another step opens."""
         self.boundary_inbox.close_step(step)
         self.reduce_inbox.close_step(step)
+        self.share_desk.close_step(step)
 
     async def members_gone(self, gone: Iterable[Incarnation]) -> None:
         for incarnation in gone:
             await self.links.drop(incarnation)
+            await self._share_fetch.drop(incarnation)
 
     async def close(self) -> None:
         if self.apprentice is not None:
             await self.apprentice.close()
         await self._stop_step()
         self.reduce_inbox.close()
+        self.share_desk.close()
+        await self._share_fetch.close()
         await self.links.close()
 
     # ---- the step ------------------------------------------------------------------------
@@ -364,7 +381,9 @@ class StageMember:
             )
         if len(command.parts) == 1:
             self._faults.reach(Moment.MID_REDUCE, command.step)
-        self._log_sent()
+        shares_nothing = not self.worker.runtime.mirrored
+        if shares_nothing:  # else with the shares, which are yet to come
+            self._log_sent()
         first_slice = True
 
         def push_slice(
@@ -392,18 +411,31 @@ class StageMember:
             inbox=self.reduce_inbox,
             push=push_slice,
         )
-        sums = await self.worker.prepare(outcome.totals)
+        totals = outcome.totals
+        if not shares_nothing:
+            totals = await self._exchange_shares(totals)
+        sums = await self.worker.prepare(totals)
         if self._log is not None:  # from here on the step may be committed without this node
             await self._log.settle()
-        self.prepared = Prepared(command.step, command.attempt, outcome.totals, sums.digest)
+        self.prepared = Prepared(command.step, command.attempt, totals, sums.digest)
         self._reports.prepared(command.round, sums, reduce_bytes=outcome.bytes_sent)
 
-    def _log_sent(self) -> None:
+    async def _exchange_shares(self, totals: torch.Tensor) -> torch.Tensor:
+        """Totals with the neighbours' shares of what both sides of a boundary hold."""
+        own = await self.worker.shares(totals)
+        keys = {boundary: ShareKey(self._step, boundary, *self._scale) for boundary in own}
+        packed = await asyncio.to_thread(lambda: {b: Share.of(own[b]) for b in own})
+        self.share_desk.offer({keys[b]: share for b, share in packed.items()})
+        self._log_sent(Sent("share", b, share.payload) for b, share in packed.items())
+        others = await self._share_fetch.fetch(keys.values())
+        return await self.worker.add_shares(totals, others)
+
+    def _log_sent(self, shares: Iterable[Sent] = ()) -> None:
         """All of it: every microbatch of the manifest has been through its backward here."""
         if self._work is None or self._log is None or not self._log.is_on:
             return
         sent = [Sent(leg, microbatch, payload) for leg, microbatch, payload in self._work.sent()]
-        self._log.append(self._step, self.worker.spec.stage, sent)
+        self._log.append(self._step, self.worker.spec.stage, [*sent, *shares])
 
     def _push_slice(
         self, to: Incarnation, header: types_pb2.TensorHeader, payload: Payload
@@ -460,9 +492,12 @@ class StageMember:
         """How far this incarnation is; changes whenever it has finished something."""
         waits_for = self.reduce_inbox.waits_for()
         if waits_for is None:
-            waits_for = self._work.lacks() if self._work is not None else NOBODY
+            waits_for = self._share_fetch.waits_for
+            if waits_for == NOBODY and self._work is not None:
+                waits_for = self._work.lacks()
         return coordinator_pb2.Progress(
-            done=self._done + self.reduce_inbox.num_taken, waits_for=waits_for
+            done=self._done + self.reduce_inbox.num_taken + self._share_fetch.num_fetched,
+            waits_for=waits_for,
         )
 
     def queue_depth(self) -> int:
@@ -476,6 +511,9 @@ class StageMember:
             return ""
         if self._log is not None and self._log.is_awaited:
             return "its disk, to write the boundary log"
+        if (neighbour := self._share_fetch.waits_for) != NOBODY:
+            name = self._swarm.name(neighbour)
+            return f"the share of {name} in what both sides of a boundary hold"
         waits = self._work.waits_for()
         if not waits:
             return "the other nodes to finish the step"

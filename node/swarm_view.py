@@ -36,6 +36,11 @@ class SwarmView:
         member = self._members.get(incarnation)
         return member.name if member else f"incarnation {incarnation}"
 
+    def members_of(self, stage: int) -> list[types_pb2.Member]:
+        """The stage's replicas, by incarnation."""
+        found = (m for m in self._members.values() if m.stage == stage)
+        return sorted(found, key=lambda member: member.incarnation)
+
     def check(self, incarnation: Incarnation, peer_id: PeerId) -> types_pb2.Member:
         """The member, if that is who speaks. Raises `FencedError` or `UnknownPeerError`."""
         member = self._members.get(incarnation)

@@ -260,7 +260,7 @@ async def test_a_log_that_can_not_be_reached_is_a_hole(bench: Bench) -> None:
 
 async def test_another_tensor_than_was_sent_is_found_out_by_the_sums(bench: Bench) -> None:
     wrong = [
-        Sent(s.leg, s.microbatch, TRUTH.sent[2, 0][0].payload) if s.leg == "forward" else s
+        Sent(s.kind, s.number, TRUTH.sent[2, 0][0].payload) if s.kind == "forward" else s
         for s in TRUTH.sent[2, 0]
     ]
     bench.log.append(2, 0, wrong)
@@ -284,7 +284,7 @@ async def test_a_plan_that_leaves_out_a_microbatch_is_refused(bench: Bench) -> N
 
 async def test_a_payload_with_nan_is_a_hole(bench: Bench) -> None:
     sent = TRUTH.sent[1, 0]
-    bench.log.append(1, 0, [Sent(s.leg, s.microbatch, b"\xff" * len(s.payload)) for s in sent])
+    bench.log.append(1, 0, [Sent(s.kind, s.number, b"\xff" * len(s.payload)) for s in sent])
     with pytest.raises(BoundaryHoleError, match="NaN"):
         await bench.replay(1)
 
