@@ -52,8 +52,7 @@ async def test_a_node_is_killed_and_another_joins(
         assert joined.stage == 1
         await swarm.see(
             lambda v: any(
-                node.name == joined.name and node.tier == "holder"
-                for node in v.stages[1].nodes
+                node.name == joined.name and node.tier == "holder" for node in v.stages[1].nodes
             ),
             "the joiner holds the stage, moments too",
         )
