@@ -213,7 +213,7 @@ async def test_a_replayed_stage_has_the_bits_of_the_run(
         for step in range(base + 1, STEPS + 1)
         for s in neighbours
         for sent in TRUTH.sent[step, s]
-        if (sent.leg == "forward") == (s < stage)
+        if (sent.kind == "forward") == (s < stage)
     )
     assert progress[-1][1] == read
 
@@ -224,12 +224,12 @@ async def test_a_replay_logs_what_the_lost_node_had_logged(bench: Bench) -> None
         places = await bench.own_log.places(step, 1)
         have = {key: await bench.own_log.read(step, 1, place) for key, place in places.items()}
         assert have == {
-            (sent.leg, sent.microbatch): bytes(sent.payload) for sent in TRUTH.sent[step, 1]
+            (sent.kind, sent.number): bytes(sent.payload) for sent in TRUTH.sent[step, 1]
         }
 
 
 async def test_a_hole_names_whose_log_lacks_what(bench: Bench) -> None:
-    bench.log.append(3, 0, [s for s in TRUTH.sent[3, 0] if s.microbatch != 1])
+    bench.log.append(3, 0, [s for s in TRUTH.sent[3, 0] if s.number != 1])
     with pytest.raises(BoundaryHoleError, match="step 3 lacks the forward tensor of microbatch 1"):
         await bench.replay(1)
 
