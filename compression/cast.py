@@ -11,25 +11,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import CodecContext, WireCodec, element_count, require_finite
+from shoal.compression.codec import CodecContext, Quantizer, Run, element_count, require_finite
 
 
-class CastCodec(WireCodec):
+class CastCodec(Quantizer):
     def __init__(self, spec: str, dtype: torch.dtype) -> None:
         self.spec = spec
         self._dtype = dtype
 
-    def encoded_bytes(self, shape: Sequence[int]) -> int:
-        return element_count(shape) * self._dtype.itemsize
+    def layout(self, shape: Sequence[int]) -> tuple[Run, ...]:
+        return (Run(element_count(shape), self._dtype.itemsize),)
 
-    def _encode(self, flat: Tensor, context: CodecContext) -> Tensor:
-        out = torch.empty(flat.numel(), dtype=self._dtype)
-        out.copy_(flat)
+    def quantize(self, values: Tensor, context: CodecContext) -> Tensor:
+        out = torch.empty(values.numel(), dtype=self._dtype)
+        out.copy_(values.view(-1))
         # After the cast: a finite fp32 value may round to infinity in the narrower type.
         require_finite(out, f"encoding {context} as {self.spec} (or a value is beyond its range)")
         return out.view(torch.uint8)
 
-    def _decode(self, payload: Tensor, count: int, context: CodecContext) -> Tensor:
+    def dequantize(self, payload: Tensor, shape: tuple[int, ...], context: CodecContext) -> Tensor:
         values = payload.view(self._dtype)
         require_finite(values, f"{self.spec} payload of {context}")
         return values.to(torch.float32)

@@ -73,6 +73,6 @@ def _needs(spec: RunSpec) -> tuple[StageNeed, ...]:
     return stage_needs(
         spec,
         spec.pipeline.cuts,
-        forward_bytes=boundary.forward.encoded_bytes(shape),
-        backward_bytes=boundary.backward.encoded_bytes(shape),
+        forward_bytes=boundary.forward.max_encoded_bytes(shape),
+        backward_bytes=boundary.backward.max_encoded_bytes(shape),
     )

@@ -85,8 +85,10 @@ class CheckReport(BaseModel):
     boundary: str
     """Canonical spec."""
     forward_bytes: int
-    """A boundary tensor's encoded size."""
+    """A boundary tensor's encoded size; the largest, where it depends on the data."""
     backward_bytes: int
+    boundary_bytes_exact: bool
+    """False where they, and what follows from them, are upper bounds."""
     boundary_bytes_per_step: int
     """All boundaries, microbatches and legs."""
     ratio_bf16: float
@@ -144,8 +146,8 @@ def check_run(
     estimate = _Estimate(
         spec=spec,
         hardware=hardware,
-        forward_bytes=boundary.forward.encoded_bytes(shape),
-        backward_bytes=boundary.backward.encoded_bytes(shape),
+        forward_bytes=boundary.forward.max_encoded_bytes(shape),
+        backward_bytes=boundary.backward.max_encoded_bytes(shape),
     )
     cuts = estimate.cuts()
     stages = tuple(estimate.report(stage) for stage in planner.stage_specs(spec.model, cuts))
@@ -171,6 +173,8 @@ def check_run(
         boundary=boundary.spec,
         forward_bytes=estimate.forward_bytes,
         backward_bytes=estimate.backward_bytes,
+        boundary_bytes_exact=None
+        not in (boundary.forward.encoded_bytes(shape), boundary.backward.encoded_bytes(shape)),
         boundary_bytes_per_step=costs.boundary_bytes_per_step(
             spec, estimate.forward_bytes, estimate.backward_bytes
         ),
@@ -350,6 +354,6 @@ def _warnings(
             f"batch.microbatches = {spec.batch.microbatches} keeps at most so many of "
             f"{in_parallel} nodes busy; {4 * in_parallel} would keep them busy most of the time"
         )
-    if len(stages) > 1 and boundary.backward.spec == "fp16":
+    if len(stages) > 1 and boundary.backward.spec.partition("|")[0] == "fp16":
         warnings.append("gradients below 6e-5 lose bits in fp16; bf16 costs the same")
     return tuple(warnings)

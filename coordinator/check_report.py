@@ -34,8 +34,9 @@ def render(report: CheckReport) -> RenderableType:
         "all autograd graphs adds; sent and reduced are per step; s/mb is seconds per microbatch."
     )
     basis = "measured" if hardware.measured else "assumed"
+    at_most = "" if report.boundary_bytes_exact else "at most "
     lines = [
-        f"boundary {report.boundary}: {decimal(report.boundary_bytes_per_step)} per step, "
+        f"boundary {report.boundary}: {at_most}{decimal(report.boundary_bytes_per_step)} per step, "
         f"{report.ratio_bf16:.2f}× less than bf16, {report.ratio_fp32:.2f}× less than fp32",
         f"step about {report.step_s:.3g} s, of which {report.reduce_s:.3g} s sum gradients; "
         f"{report.tokens_per_s:,.0f} tokens/s; {report.steps} steps in "

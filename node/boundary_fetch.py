@@ -168,7 +168,7 @@ class BoundaryFetch:
             channel = self._credentials.channel(log.address, PeerId(log.peer_id))
             self._channels[index] = channel
         codec = self._codec(LEGS[request.direction])
-        allowed, wanted = codec.encoded_bytes(self._shape), set(request.microbatches)
+        most, wanted = codec.max_encoded_bytes(self._shape), set(request.microbatches)
 
         def admit(header: types_pb2.TensorHeader) -> int:
             key = header.key
@@ -182,9 +182,9 @@ class BoundaryFetch:
             if tuple(header.shape) != self._shape or header.dtype != types_pb2.DTYPE_FLOAT32:
                 raise WrongShapeError(f"shape {list(header.shape)[:8]}, dtype {header.dtype}")
             wanted.discard(key.microbatch)
-            return allowed
+            return codec.admitted_bytes(self._shape, header.payload_bytes)
 
-        timeout_s = _DEADLINE_S + allowed * len(wanted) / _LEAST_BYTES_PER_S
+        timeout_s = _DEADLINE_S + most * len(wanted) / _LEAST_BYTES_PER_S
         found: dict[int, Payload] = {}
         messages = fetch_boundary(channel, request, timeout_s=timeout_s)
         async for received in receive_tensors(messages, admit):

@@ -84,7 +84,9 @@ class BoundaryInbox:
         return self._boundary.forward if leg == "forward" else self._boundary.backward
 
     def admit(self, header: types_pb2.TensorHeader, sender: PeerId) -> int:
-        """The payload length that the plan allows; raises a `ProtocolError` for anything else."""
+        """The payload length to expect: the plan's, or what the sender announces where the codec's
+        length depends on the data and the plan allows it. Raises a `ProtocolError` for anything
+        else."""
         key = header.key
         if key.run_id != self._run.run_id:
             raise WrongRunError(f"tensor of run {key.run_id[:64]!r}; this is {self._run.run_id!r}")
@@ -117,7 +119,7 @@ class BoundaryInbox:
                 f"boundary tensor of shape {list(header.shape)[:8]} and dtype {header.dtype}; "
                 f"the plan's is {list(self._shape)}, float32"
             )
-        return codec.encoded_bytes(self._shape)
+        return codec.admitted_bytes(self._shape, header.payload_bytes)
 
     def decode(self, received: ReceivedTensor) -> BoundaryTensor:
         """Raises `CodecError` or `NonFiniteError`. May run in any thread."""

@@ -113,8 +113,8 @@ class StageWorker:
                 self.spec,
                 self._device.memory_bytes,
                 window=window,
-                forward_bytes=self._boundary.forward.encoded_bytes(shape),
-                backward_bytes=self._boundary.backward.encoded_bytes(shape),
+                forward_bytes=self._boundary.forward.max_encoded_bytes(shape),
+                backward_bytes=self._boundary.backward.max_encoded_bytes(shape),
             ),
         }[spec.pipeline.recompute]
 

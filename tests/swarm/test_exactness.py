@@ -20,6 +20,11 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
         pytest.param(4, 1, "bf16", marks=pytest.mark.full),
         pytest.param(2, 2, "int8", marks=pytest.mark.full),
         pytest.param(1, 2, "fp32", marks=pytest.mark.full),
+        # Lengths that depend on the data, scales by channel, stochastic rounding, two formats.
+        pytest.param(
+            4, 1, "fwd=int4:g16:rot|zstd:3;bwd=int4:c|shuffle|lz4", marks=pytest.mark.full
+        ),
+        pytest.param(2, 2, "fp8|zstd:1", marks=pytest.mark.full),
     ],
 )
 async def test_swarm_ends_with_the_bits_of_one_process(

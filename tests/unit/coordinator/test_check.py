@@ -2,6 +2,7 @@
 """`shoal check`: verdicts, warnings and what is refused."""
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ def test_report_adds_up() -> None:
         ("bf16", "bf16", 1.0),
         ("int8", "int8:g64", 2 / (1 + 4 / 64)),
         ("fwd=bf16;bwd=int8", "fwd=bf16;bwd=int8:g64", 4 / (3 + 4 / 64)),
+        ("int4", "int4:g64", 16 / 4.25),
+        ("int4:c", "int4:g64:c", 16 / 4.25),
+        ("fp8", "fp8:g64", 16 / 8.125),
+        ("shuffle", "bf16|shuffle", 1.0),
     ],
 )
 def test_ratio_is_dense_bytes_over_encoded_bytes(
@@ -53,9 +58,31 @@ def test_ratio_is_dense_bytes_over_encoded_bytes(
     assert report.ratio_fp32 == pytest.approx(2 * ratio_bf16)
 
 
-def test_bad_codec_is_refused_with_field_and_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline\.boundary 'int9'.*did you mean 'int8'"):
-        check_run(run_spec(boundary="int9"))
+def test_compressed_boundaries_are_an_upper_bound_and_say_so() -> None:
+    exact, bound = check_run(run_spec(boundary="int8")), check_run(run_spec(boundary="int8|zstd:3"))
+    assert exact.boundary_bytes_exact
+    assert not bound.boundary_bytes_exact
+    assert exact.forward_bytes < bound.forward_bytes < 1.01 * exact.forward_bytes
+    said = io.StringIO()
+    Console(file=said, width=200).print(render(bound))
+    assert "boundary int8:g64|zstd:3: at most " in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("boundary", "reason"),
+    [
+        ("int9", "did you mean 'int8'"),
+        ("zstd:3|int8", "the order is"),
+        ("int8|int4", "at most once"),
+        ("int8|zstd:3|shuffle", "write 'shuffle|zstd:3'"),
+        ("zstd:99", "level from 1 to 19"),
+    ],
+)
+def test_bad_codec_is_refused_with_field_and_reason(boundary: str, reason: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^pipeline\.boundary '{re.escape(boundary)}'.*{reason}"
+    ):
+        check_run(run_spec(boundary=boundary))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from shoal.protocol.errors import (
     ImpossibleStepError,
     MalformedFrameError,
     NonFiniteError,
+    OversizedStreamError,
     ProtocolError,
     UnknownPeerError,
     WrongCodecError,
@@ -136,6 +137,24 @@ def test_tensors_of_both_neighbours_are_admitted_with_their_exact_length(
     backward = header(direction=types_pb2.DIRECTION_BACKWARD, incarnation=3, codec="fp32")
     assert inbox.admit(backward, DOWN) == 4 * numel
     assert inbox.admit(header(microbatch=5), UP) == 2 * numel  # the last of validation
+
+
+def test_length_that_depends_on_the_data_is_admitted_up_to_the_codecs_bound(
+    swarm: SwarmView,
+) -> None:
+    run, boundary = resolved_run(), parse_boundary("int8|zstd:3")
+    inbox = BoundaryInbox(run, run.stage(1), boundary, swarm, torch.device("cpu"), COMMITTED)
+    codec, values = boundary.forward, torch.randn(SHAPE)
+    context = CodecContext(run_seed=0, step=5, microbatch=0, boundary=0, leg="forward")
+    payload, most = codec.encode(values, context), codec.max_encoded_bytes(SHAPE)
+    sent = header(codec=codec.spec, payload_bytes=len(payload))
+    assert inbox.admit(sent, UP) == len(payload)
+    decoded = inbox.decode(ReceivedTensor(sent, payload)).tensor
+    assert torch.equal(decoded, codec.decode(payload, SHAPE, context))
+    assert inbox.admit(header(codec=codec.spec, payload_bytes=most), UP) == most
+    for length in (0, most + 1, 2**63):
+        with pytest.raises(OversizedStreamError, match=f"1 to {most}"):
+            inbox.admit(header(codec=codec.spec, payload_bytes=length), UP)
 
 
 @pytest.mark.parametrize(
