@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses a stage boundary, and how: the two interfaces that every codec implements.
+"""What crosses a stage boundary, and how: the interface of codecs that keep no state.
 
-A `WireCodec` turns one fp32 tensor into bytes and back, outside autograd. A `GraphCodec` is a pair
-of modules under autograd with parameters of its own; what its sender half emits still passes
-through a wire codec. Both are deterministic: a replayed microbatch yields the same bytes.
+A `WireCodec` turns one fp32 tensor into bytes and back, outside autograd. Learned codecs are
+modules under autograd (learned/halves.py); what a sender's half emits still passes through a wire
+codec. Both are deterministic: a replayed microbatch yields the same bytes.
 
 Payloads are little-endian, like every machine Shoal runs on.
 """
@@ -12,11 +12,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.protocol.errors import (
     CodecError,
@@ -198,56 +198,3 @@ def require_finite(tensor: Tensor, what: str) -> None:
     low, high = torch.aminmax(tensor)
     if not (math.isfinite(low.item()) and math.isfinite(high.item())):
         raise NonFiniteError(f"{what}: NaN or infinity")
-
-
-# ---- learned codecs ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SyncMessage:
-    """What the two halves of a learned codec tell each other once per optimizer step: a gradient
-    on its way to the owner, or the owner's new value on its way back. Named tensors, bounded and
-    checked against the spec like any tensor on the wire."""
-
-    boundary: int
-    name: str
-    version: int
-    tensor: Tensor
-
-
-class GraphCodec(Protocol):
-    """A learned codec: narrows the residual stream before it is quantized, widens it after.
-
-    The halves live on the two sides of a boundary and run under autograd. Each half's parameters
-    are parameters of the stage that runs it: that stage's optimizer, digests, reductions and
-    snapshots contain them. What both halves need (a projection A: z = x A, x̂ = z Aᵀ) belongs to
-    the *sender's* stage; the receiver's part of its gradient returns through `step_export`, once
-    per step, and is summed in fixed point like every other gradient.
-    """
-
-    spec: str
-
-    @property
-    def version(self) -> int:
-        """Committed steps contained in the parameters. Travels with every tensor; a microbatch's
-        backward uses the version that its forward used."""
-
-    @property
-    def width(self) -> int:
-        """Values per token on the wire."""
-
-    @property
-    def needs_token_ids(self) -> bool:
-        """Whether the halves read the microbatch's token ids (anchor embeddings do)."""
-
-    def sender(self) -> nn.Module:
-        """(hidden [B, T, dim], token ids [B, T] or None) -> narrow [B, T, width]."""
-
-    def receiver(self) -> nn.Module:
-        """(narrow [B, T, width], token ids [B, T] or None) -> hidden [B, T, dim]."""
-
-    def step_export(self) -> Sequence[SyncMessage]:
-        """What the other side must hear of this step."""
-
-    def step_import(self, messages: Sequence[SyncMessage]) -> None:
-        """Take in what the other side exported; refuses other versions with `WrongCodecError`."""

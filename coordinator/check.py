@@ -17,6 +17,7 @@ from shoal.compression.registry import Boundary, parse_boundary
 from shoal.coordinator import planner
 from shoal.protocol import costs
 from shoal.protocol.errors import CapacityError, ConfigError
+from shoal.protocol.learned import LearnedSpec, learned_codec
 from shoal.protocol.schedule import in_flight_window
 from shoal.protocol.spec import RunSpec, StageSpec
 
@@ -165,7 +166,7 @@ def check_run(
         name=spec.name,
         hardware=hardware,
         vocab_size=vocab_size,
-        parameters=costs.model_parameters(spec.model),
+        parameters=costs.run_parameters(spec, planner.stage_specs(spec.model, cuts)),
         cuts=cuts,
         replicas=spec.pipeline.replicas,
         stages=stages,
@@ -177,8 +178,8 @@ def check_run(
         boundary_bytes_per_step=costs.boundary_bytes_per_step(
             spec, estimate.forward_bytes, estimate.backward_bytes
         ),
-        ratio_bf16=2 * 2 * math.prod(shape) / encoded_bytes,
-        ratio_fp32=2 * 4 * math.prod(shape) / encoded_bytes,
+        ratio_bf16=2 * 2 * math.prod(costs.dense_boundary_shape(spec)) / encoded_bytes,
+        ratio_fp32=2 * 4 * math.prod(costs.dense_boundary_shape(spec)) / encoded_bytes,
         tokens_per_step=spec.tokens_per_step,
         step_s=step_s,
         reduce_s=reduce_s,
@@ -198,6 +199,10 @@ class _Estimate:
     hardware: HardwareAssumption
     forward_bytes: int
     backward_bytes: int
+
+    @property
+    def learned(self) -> LearnedSpec | None:
+        return learned_codec(self.spec.pipeline.boundary)
 
     @property
     def hop_s(self) -> float:
@@ -226,7 +231,7 @@ class _Estimate:
         kept = self._memory(stage, window)
         recomputes = mode == "always" or (mode == "auto" and limit is not None and kept > limit)
         time = self._time(stage, recompute=recomputes)
-        parameters = costs.stage_parameters(spec.model, stage)
+        parameters = costs.stage_parameters(spec.model, stage, self.learned)
         sent_bytes = costs.sent_bytes(stage, self.forward_bytes, self.backward_bytes)
         return StageReport(
             stage=stage.stage,
@@ -235,8 +240,8 @@ class _Estimate:
             parameters=parameters,
             flops_per_microbatch=spec.tokens_per_microbatch
             * (
-                costs.stage_forward_flops(spec.model, stage)
-                + costs.stage_backward_flops(spec.model, stage)
+                costs.stage_forward_flops(spec.model, stage, self.learned)
+                + costs.stage_backward_flops(spec.model, stage, learned=self.learned)
             ),
             window=window,
             credit_bytes=0
@@ -280,8 +285,9 @@ class _Estimate:
         return self._memory(stage, self._window(stage) if keep else 1)
 
     def _time(self, stage: StageSpec, *, recompute: bool) -> costs.StageTime:
-        forward = costs.stage_forward_flops(self.spec.model, stage)
-        backward = costs.stage_backward_flops(self.spec.model, stage, recompute=recompute)
+        model, learned = self.spec.model, self.learned
+        forward = costs.stage_forward_flops(model, stage, learned)
+        backward = costs.stage_backward_flops(model, stage, recompute=recompute, learned=learned)
         busier_bytes = max(
             costs.sent_bytes(stage, self.forward_bytes, self.backward_bytes),
             costs.received_bytes(stage, self.forward_bytes, self.backward_bytes),

@@ -217,6 +217,11 @@ def export_command(
         f"{report.num_bytes:,} bytes in {report.num_shards} weight file"
         f"{'s' * (report.num_shards != 1)}, SHA-256 {report.weights_sha256}"
     )
+    if not report.is_llama:
+        terminal.line(
+            "transformers alone cannot load it: the learned codec's halves are part of the model; "
+            f"see {report.folder / 'README.md'}"
+        )
 
 
 def list_command(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's newest snapshot as a Hugging Face LLaMA folder, which transformers loads as it is.
+"""A run's newest snapshot as a Hugging Face LLaMA folder, which transformers loads as it is. Where
+a learned codec is part of the model, it refuses the folder (export_learned.py).
 
 The run folder: run.json (canonical JSON of the resolved run), tokenizer.json, snapshots/.
 """
@@ -9,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from shoal.coordinator.export_learned import exported, learned_of
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.protocol.atomic_file import fsync_folder, storage_error
 from shoal.protocol.errors import ConfigError, StorageError, VersionError
 from shoal.protocol.spec import ResolvedRun, parse_spec
-from shoal.protocol.tensors import Fp32, TensorSpec, model_tensors
+from shoal.protocol.tensors import Fp32, TensorSpec
 from shoal.version import RUN_SPEC_VERSION
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,6 +43,9 @@ class ExportReport:
     """Of all files."""
     num_shards: int
     weights_sha256: str
+    """Of the snapshot's weights, which the export may have folded."""
+    is_llama: bool
+    """Whether transformers alone can load it."""
 
 
 def export_run(
@@ -60,6 +65,7 @@ def export_run(
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out}: not an empty folder. Choose another one, or empty it.")
         run = read_run(run_folder)
+        contents = exported(run)
         tokenizer = _read_tokenizer(run_folder / "tokenizer.json", run)
         store = SnapshotStore(run_folder, run, read_only=True)
         step = store.newest() if step is None else step
@@ -73,8 +79,9 @@ def export_run(
         temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
         temporary.mkdir()
         try:
+            weights = contents.weights(store.weights(step))
             num_shards = _write_weights(
-                temporary, run, store.weights(step), progress or _silent, max_shard_bytes
+                temporary, contents.tensors, weights, progress or _silent, max_shard_bytes
             )
             digest = store.weights_sha256(step)
             (temporary / "tokenizer.json").write_bytes(tokenizer)
@@ -94,8 +101,8 @@ def export_run(
         raise StorageError(f"{out}: {error}; free some space there and export again.") from error
     except OSError as error:
         raise storage_error(out, error) from error
-    num_parameters = sum(tensor.num_elements for tensor in model_tensors(run.spec.model))
-    return ExportReport(out, step, num_parameters, num_bytes, num_shards, digest)
+    num_parameters = sum(tensor.num_elements for tensor in contents.tensors)
+    return ExportReport(out, step, num_parameters, num_bytes, num_shards, digest, contents.is_llama)
 
 
 def read_run(run_folder: Path) -> ResolvedRun:
@@ -120,11 +127,19 @@ def read_run(run_folder: Path) -> ResolvedRun:
 
 
 def llama_config(run: ResolvedRun, end_of_text: int | None) -> dict[str, Any]:
-    """config.json. `rope_theta` is for transformers 4, `rope_parameters` for 5."""
-    model = run.spec.model
+    """config.json. `rope_theta` is for transformers 4, `rope_parameters` for 5. A model with
+    boundaries in it has a type that transformers doesn't know."""
+    model, pipeline = run.spec.model, run.spec.pipeline
+    kind: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if not exported(run).is_llama:
+        kind = {
+            "architectures": ["ShoalForCausalLM"],
+            "model_type": "shoal",
+            "boundary": pipeline.boundary,
+            "cuts": list(pipeline.cuts or ()),
+        }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **kind,
         "hidden_size": model.dim,
         "intermediate_size": model.ffn_dim,
         "num_hidden_layers": model.num_layers,
@@ -170,13 +185,12 @@ def _read_tokenizer(path: Path, run: ResolvedRun) -> bytes:
 
 def _write_weights(
     folder: Path,
-    run: ResolvedRun,
+    tensors: Sequence[TensorSpec],
     weights: Iterable[tuple[TensorSpec, Fp32]],
     progress: Progress,
     max_shard_bytes: int,
 ) -> int:
     """model.safetensors, or numbered shards and their index. Holds one shard in memory."""
-    tensors = model_tensors(run.spec.model)
     shards = list(_shards(tensors, max_shard_bytes))
     total = sum(tensor.num_bytes for tensor in tensors)
     weight_map: dict[str, str] = {}
@@ -228,11 +242,11 @@ def _silent(written: int, total: int) -> None:
 
 
 def _model_card(run: ResolvedRun, step: int, digest: str) -> str:
-    spec = run.spec
-    num_parameters = sum(tensor.num_elements for tensor in model_tensors(spec.model))
+    spec, contents = run.spec, exported(run)
+    num_parameters = sum(tensor.num_elements for tensor in contents.tensors)
+    library = "library_name: transformers\n" if contents.is_llama else ""
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
+{library}pipeline_tag: text-generation
 tags: [shoal, llama]
 ---
 
@@ -247,13 +261,31 @@ A LLaMA-style language model with {num_parameters:,} parameters, trained with Sh
 | tokens seen | {step * spec.tokens_per_step:,} |
 | layers, width, context | {spec.model.num_layers}, {spec.model.dim}, {spec.model.seq_len} |
 | data | `{spec.data.source}` |
+| boundary | `{spec.pipeline.boundary}` |
 | run digest | `{run.digest}` |
 | SHA-256 of the weights | `{digest}` |
 
-```python
+{_how_to_load(run, is_llama=contents.is_llama)}"""
+
+
+def _how_to_load(run: ResolvedRun, *, is_llama: bool) -> str:
+    if not is_llama:
+        cuts = ", ".join(f"`model.layers.{cut}`" for cut in run.spec.pipeline.cuts or ())
+        return f"""**transformers alone cannot load this model.** It was trained with the learned
+codec `{run.spec.pipeline.boundary}` at its stage boundaries, before {cuts}, and needs it there:
+the tensors `boundary.*` and `anchors.*` are its halves, to be applied as
+`shoal.compression.learned` does.
+"""
+    note = ""
+    if learned_of(run) is not None:
+        note = """
+The run was trained with its residual stream within a subspace. That is folded into these weights,
+to the rounding of fp32; the digest above is of the weights before folding.
+"""
+    return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
 model = AutoModelForCausalLM.from_pretrained(".")
 ```
-"""
+{note}"""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shoal.protocol import costs
 from shoal.protocol.errors import CapacityError, ConfigError
 from shoal.protocol.ids import PeerId, Stage
+from shoal.protocol.learned import learned_codec
 from shoal.protocol.schedule import in_flight_window
 from shoal.protocol.spec import ModelSpec, RunSpec, StageSpec
 
@@ -158,6 +159,7 @@ def stage_needs(
     """What a replica of each stage needs at the plain window, given a boundary tensor's encoded
     sizes. With `recompute = "never"` every graph in flight counts as held, else just one."""
     model, keep = spec.model, spec.pipeline.recompute == "never"
+    learned = learned_codec(spec.pipeline.boundary)
     needs = []
     for stage in stage_specs(model, cuts):
         window = min(in_flight_window(stage.stage, stage.num_stages), spec.batch.microbatches)
@@ -169,7 +171,8 @@ def stage_needs(
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
         )
-        flops = costs.stage_forward_flops(model, stage) + costs.stage_backward_flops(model, stage)
+        flops = costs.stage_forward_flops(model, stage, learned)
+        flops += costs.stage_backward_flops(model, stage, learned=learned)
         needs.append(
             StageNeed(
                 stage=stage.stage,

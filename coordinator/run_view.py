@@ -26,7 +26,7 @@ from shoal.coordinator.state import RunState as DurableState
 from shoal.coordinator.state import StepCommitted
 from shoal.coordinator.step_row import StepRow
 from shoal.coordinator.step_runner import Phase
-from shoal.protocol.costs import model_parameters
+from shoal.protocol.costs import run_parameters
 from shoal.protocol.ids import PeerId
 from shoal.protocol.spec import ResolvedRun, StageSpec
 
@@ -132,7 +132,9 @@ class ConductorView:
             run_id=run.run_id,
             name=spec.name,
             spec_summary=SpecSummary(
-                num_params=model_parameters(spec.model),
+                num_params=run_parameters(
+                    spec, [run.stage(stage) for stage in range(spec.pipeline.stages)]
+                ),
                 num_layers=spec.model.num_layers,
                 dim=spec.model.dim,
                 seq_len=spec.model.seq_len,

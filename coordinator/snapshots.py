@@ -22,9 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.protocol.atomic_file import AtomicFile, fsync_folder, storage_error
 from shoal.protocol.errors import ChecksumError, StorageError, VersionError
 from shoal.protocol.ids import RunId, Step
+from shoal.protocol.learned import learned_codec
 from shoal.protocol.spec import ResolvedRun, canonical_json
 from shoal.protocol.state_file import StateExpectation, StateReceiver, check_state, read_weights
-from shoal.protocol.tensors import Fp32, TensorSpec, stage_tensors, weights_sha256
+from shoal.protocol.tensors import Fp32, TensorSpec, owned_tensors, weights_sha256
 from shoal.version import SNAPSHOT_VERSION
 
 logger = logging.getLogger(__name__)
@@ -196,9 +197,10 @@ class SnapshotStore:
                 )
 
     def weights(self, step: int) -> Iterator[tuple[TensorSpec, Fp32]]:
-        """All parameters of the model in canonical order, one at a time."""
+        """All parameters of the run, stage after stage, each once, one at a time."""
+        learned = learned_codec(self._run.spec.pipeline.boundary)
         for stage in range(self._num_stages):
-            tensors = stage_tensors(self._run.spec.model, self._run.stage(stage))
+            tensors = owned_tensors(self._run.spec.model, self._run.stage(stage), learned)
             yield from read_weights(self.path(step, stage), tensors)
 
     def weights_sha256(self, step: int) -> str:

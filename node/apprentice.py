@@ -8,7 +8,7 @@ forward with the sums. Then it is promoted: it applies the next step itself.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -59,6 +59,8 @@ class Apprentice:
         self._send = send
         self._on_trouble = on_trouble
         self._catch_up: CatchUp | None = None
+        self._projections: dict[int, Mapping[str, torch.Tensor]] = {}
+        """By step that `_catch_up` holds, what its moments need of the weights before it."""
         self._moments_step: int | None = None
         self._committed = worker.runtime.step
         self._advancing = asyncio.Lock()
@@ -80,6 +82,8 @@ class Apprentice:
         """A step that this node can't apply. Raises `CapacityError` or `StorageError`."""
         self._committed = commit.step
         if self._catch_up is not None:
+            projections = await self._worker.projections()
+            self._projections[commit.step] = projections  # beside the catch-up that there is now
             await self._catch_up.append(commit, totals)
 
     async def pull(self, command: coordinator_pb2.Pull) -> None:
@@ -91,6 +95,7 @@ class Apprentice:
         if part == STATE_PART_MOMENTS:
             if self._catch_up is not None:
                 self._catch_up.close()
+            self._projections = {}
             self._moments_step = None
             self._catch_up = CatchUp(self._scratch)
         self._tasks[part] = asyncio.create_task(self._pull(command))
@@ -163,7 +168,8 @@ class Apprentice:
     async def _advance(self) -> None:
         """Bring the moments forward to the weights' step; when they are there, it is promoted."""
         async with self._advancing:
-            catch_up, runtime = self._catch_up, self._worker.runtime
+            catch_up, known = self._catch_up, self._projections
+            runtime = self._worker.runtime
             if self._moments_step is None or catch_up is None or self.is_promoted:
                 return
             while self._moments_step < runtime.step:
@@ -173,7 +179,7 @@ class Apprentice:
                         f"{catch_up.steps[:4]}; this node warms up again"
                     )
                 commit, totals = await catch_up.pop()
-                await self._worker.advance_moments(totals, commit)
+                await self._worker.advance_moments(totals, commit, known.pop(commit.step, {}))
                 if self._catch_up is not catch_up:
                     return  # another version was asked for meanwhile
                 self._moments_step = commit.step

@@ -15,6 +15,7 @@ import torch
 from shoal.compression.codec import CodecContext, Leg, WireCodec
 from shoal.compression.registry import Boundary
 from shoal.node.swarm_view import SwarmView
+from shoal.protocol.costs import boundary_shape
 from shoal.protocol.errors import (
     FencedError,
     ImpossibleLeaseError,
@@ -70,10 +71,9 @@ class BoundaryInbox:
         self._boundary = boundary
         self._swarm = swarm
         self._device = device
-        model, batch = run.spec.model, run.spec.batch
-        self._shape = (batch.microbatch_size, model.seq_len, model.dim)
+        self._shape = boundary_shape(run.spec)
         validation = run.spec.validation.microbatches if run.spec.validation.every else 0
-        self._max_microbatches = batch.microbatches + validation
+        self._max_microbatches = run.spec.batch.microbatches + validation
         self._step = committed_step
         self._attempt = 0
         self._oldest = (committed_step + 1, 0)  # the first (step, attempt) that isn't over

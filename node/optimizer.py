@@ -1,25 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose bits depend on one element alone.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose bits depend on one element alone, and
+the choice between it, Muon (muon.py) and SPEL (compression/learned/spel.py).
 
-Only elementwise multiplications, additions, divisions and roots, each rounded once: no
+AdamW: only elementwise multiplications, additions, divisions and roots, each rounded once: no
 `addcmul`, `lerp` or `add(alpha=)`, whose vectorised bodies fuse what their scalar tails do not.
 So an element's update is the same in any slice, on any device that follows IEEE 754.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from shoal.compression.learned.spel import advance_spel_momentum, apply_spel
+from shoal.node.muon import advance_momentum, apply_muon
 from shoal.protocol.spec import OptimizerSpec
+from shoal.protocol.update_rules import UpdateRule
 
 _CHUNK = 1 << 18  # elements; bounds the scratch
 
 
-def is_decayed(name: str, weights: Tensor) -> bool:
-    """Weight decay acts on matrices; not on norms, nor on the embedding, most of whose rows have
-    no gradient in most steps and would only shrink."""
-    return weights.dim() == 2 and "embed_tokens" not in name
+@torch.no_grad()
+def update(
+    state: Mapping[str, Tensor],
+    gradient: Tensor,
+    *,
+    rule: UpdateRule,
+    step: int,
+    lr: float,
+    spec: OptimizerSpec,
+) -> None:
+    """Update a parameter's `state` (its kinds by name: "weights", "exp_avg", …) in place, for step
+    `step` at learning rate `lr`. `gradient` is averaged and clipped."""
+    weights, lr = state["weights"], lr * rule.lr_ratio
+    match rule.method:
+        case "adamw":
+            apply_update(
+                weights,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                gradient,
+                step=step,
+                lr=lr,
+                spec=spec,
+                decay=rule.decays,
+            )
+        case "muon":
+            momentum = state["exp_avg"]
+            apply_muon(weights, momentum, gradient, lr=lr, spec=spec, decay=rule.decays)
+        case "spel":
+            apply_spel(weights, state["exp_avg"], gradient, lr=lr)
+
+
+@torch.no_grad()
+def advance(
+    state: Mapping[str, Tensor],
+    gradient: Tensor,
+    *,
+    rule: UpdateRule,
+    spec: OptimizerSpec,
+    weights: Tensor | None = None,
+) -> None:
+    """What `update` does to the moments, to the same bits. SPEL's depend on the weights before the
+    step too: give them as `weights`."""
+    match rule.method:
+        case "adamw":
+            advance_moments(state["exp_avg"], state["exp_avg_sq"], gradient, spec=spec)
+        case "muon":
+            advance_momentum(state["exp_avg"], gradient, spec=spec)
+        case "spel":
+            assert weights is not None, "a projection's momentum depends on the projection"
+            advance_spel_momentum(weights, state["exp_avg"], gradient)
 
 
 @torch.no_grad()
@@ -37,7 +89,7 @@ def apply_update(
     """Update `weights` and both moments in place for optimizer step `step` (from 1).
 
     All four are contiguous fp32 tensors of one shape; `gradient` is averaged and clipped.
-    `decay` says whether `spec.weight_decay` applies (see `is_decayed`).
+    `decay` says whether `spec.weight_decay` applies.
     """
     step_size = lr / (1.0 - _power(spec.beta1, step))
     root_correction = 1.0 / math.sqrt(1.0 - _power(spec.beta2, step))

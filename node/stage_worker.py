@@ -7,7 +7,7 @@ so all of them run on one thread, in the order asked for.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from shoal.compression.registry import Boundary
 from shoal.node.data import TokenSource
 from shoal.node.hardware import Device
 from shoal.node.stage import StageRuntime
-from shoal.protocol.costs import boundary_shape, graphs_that_fit
+from shoal.protocol.costs import boundary_shape, graphs_that_fit, reads_token_ids
 from shoal.protocol.ids import MicrobatchId, Step
 from shoal.protocol.proto import coordinator_pb2, types_pb2
 from shoal.protocol.schedule import in_flight_window
@@ -68,6 +68,7 @@ class StageWorker:
         self._boundary = boundary
         self._device = device
         self._tokens = tokens
+        self._reads_token_ids = reads_token_ids(run.spec)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"stage-{stage}")
         self._runtime: StageRuntime | None = None
 
@@ -154,14 +155,24 @@ class StageWorker:
 
         await self.call(load)
 
-    async def advance_moments(self, totals: torch.Tensor, commit: coordinator_pb2.Commit) -> None:
-        """Bring the moments over a committed step."""
+    async def projections(self) -> dict[str, torch.Tensor]:
+        """What `advance_moments` needs of the weights as they are now."""
+        return await self.call(lambda: self.runtime.projections())
+
+    async def advance_moments(
+        self,
+        totals: torch.Tensor,
+        commit: coordinator_pb2.Commit,
+        projections: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Bring the moments over a committed step; `projections` are of before it."""
         await self.call(
             lambda: self.runtime.advance_moments(
                 totals,
                 num_tokens=commit.num_tokens,
                 clip_scale=commit.clip_scale,
                 scale_exponent=commit.scale_exponent,
+                projections=projections,
             )
         )
 
@@ -205,7 +216,7 @@ class StageWorker:
         self, step: int, training: Sequence[int], validation: Sequence[int]
     ) -> None:
         """Fetch the token shards that these microbatches need, where this stage needs tokens."""
-        if self.spec.is_first or self.spec.is_last:
+        if self.spec.is_first or self.spec.is_last or self._reads_token_ids:
             if training:
                 await self._tokens.ensure_training(step, training)
             if validation:
@@ -218,9 +229,16 @@ class StageWorker:
 
         def work() -> Computed:
             started = time.perf_counter()
-            source = x if x is not None else self._samples(step, microbatch, validation)[0]
+            tokens = None
+            if x is None or self._reads_token_ids:
+                tokens = self._samples(step, microbatch, validation)[0]
+            source = x if x is not None else tokens
+            assert source is not None, "stage 0 reads its input from its samples"
             runtime = self.runtime
-            hidden = runtime.evaluate(source) if validation else runtime.forward(microbatch, source)
+            if validation:
+                hidden = runtime.evaluate(source, tokens)
+            else:
+                hidden = runtime.forward(microbatch, source, tokens)
             payload = self._encode(hidden, step, microbatch, "forward")
             return Computed(payload, None, time.perf_counter() - started)
 
@@ -252,9 +270,9 @@ class StageWorker:
             source = x if x is not None else tokens
             runtime = self.runtime
             if validation:
-                loss = runtime.evaluate_loss(source, targets)
+                loss = runtime.evaluate_loss(source, targets, tokens)
                 return Computed(None, loss, time.perf_counter() - started)
-            loss, gradient = runtime.forward_backward_loss(microbatch, source, targets)
+            loss, gradient = runtime.forward_backward_loss(microbatch, source, targets, tokens)
             payload = None
             if gradient is not None:
                 payload = self._encode(gradient, step, microbatch, "backward")
@@ -293,6 +311,21 @@ class StageWorker:
         return codec.encode(tensor, context)
 
     # ---- the step's end ------------------------------------------------------------------
+
+    async def shares(self, totals: torch.Tensor) -> dict[int, torch.Tensor]:
+        """By boundary, this stage's share of what both of its sides hold: for the other side."""
+
+        def work() -> dict[int, torch.Tensor]:
+            return {b: self.runtime.share(totals, b) for b in self.runtime.mirrored}
+
+        return await self.call(work)
+
+    async def add_shares(
+        self, totals: torch.Tensor, shares: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Totals with the other sides' shares: what is prepared and applied. Raises as
+        `StageRuntime.add_shares`."""
+        return await self.call(lambda: self.runtime.add_shares(totals, shares))
 
     async def prepare(self, totals: torch.Tensor) -> PreparedSums:
         def work() -> PreparedSums:

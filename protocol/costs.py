@@ -3,7 +3,9 @@
 
 Symbols: d = dim, k = head_dim * num_kv_heads, f = ffn_dim, V = vocab_size, T = seq_len. The model
 is that of `ModelSpec`, without biases and with the output projection untied from the embedding
-(they live on different nodes). Every function here needs a resolved vocabulary size.
+(they live on different nodes). Every function here needs a resolved vocabulary size. `learned` is
+the run's learned codec (protocol/learned.py): its halves are parameters of the stages beside a
+boundary.
 """
 
 import math
@@ -12,7 +14,16 @@ from dataclasses import dataclass
 
 from shoal.protocol.errors import ConfigError
 from shoal.protocol.ids import Stage
+from shoal.protocol.learned import LearnedSpec, MaplSpec, SubspaceSpec, learned_codec
+from shoal.protocol.learned_tensors import (
+    frozen_elements,
+    receiver_tensors,
+    residual_width,
+    sender_tensors,
+)
 from shoal.protocol.spec import ModelSpec, RunSpec, StageSpec
+from shoal.protocol.tensors import owned_tensors, stage_tensors
+from shoal.protocol.update_rules import KINDS, state_kinds
 
 FP32_BYTES = 4
 TOKEN_ID_BYTES = 8
@@ -53,7 +64,10 @@ def head_parameters(model: ModelSpec) -> int:
     return _vocab(model) * model.dim + model.dim
 
 
-def stage_parameters(model: ModelSpec, stage: StageSpec) -> int:
+def stage_parameters(model: ModelSpec, stage: StageSpec, learned: LearnedSpec | None = None) -> int:
+    if learned is not None:
+        _vocab(model)
+        return sum(tensor.num_elements for tensor in stage_tensors(model, stage, learned))
     return (
         (stage.end - stage.start) * layer_parameters(model)
         + stage.is_first * embedding_parameters(model)
@@ -64,6 +78,14 @@ def stage_parameters(model: ModelSpec, stage: StageSpec) -> int:
 def model_parameters(model: ModelSpec) -> int:
     whole = StageSpec(stage=Stage(0), num_stages=1, start=0, end=model.num_layers)
     return stage_parameters(model, whole)
+
+
+def run_parameters(spec: RunSpec, stages: Sequence[StageSpec]) -> int:
+    """With the learned halves, a mirrored parameter counted once."""
+    _vocab(spec.model)
+    learned = learned_codec(spec.pipeline.boundary)
+    owned = (owned_tensors(spec.model, stage, learned) for stage in stages)
+    return sum(tensor.num_elements for tensors in owned for tensor in tensors)
 
 
 # ---- arithmetic --------------------------------------------------------------------------
@@ -84,16 +106,49 @@ def head_forward_flops(model: ModelSpec) -> int:
     return 2 * _vocab(model) * model.dim
 
 
-def stage_forward_flops(model: ModelSpec, stage: StageSpec) -> int:
+def stage_forward_flops(
+    model: ModelSpec, stage: StageSpec, learned: LearnedSpec | None = None
+) -> int:
     """Per token."""
-    return (stage.end - stage.start) * layer_forward_flops(
+    dense = (stage.end - stage.start) * layer_forward_flops(
         model
     ) + stage.is_last * head_forward_flops(model)
+    return dense + _learned_forward_flops(model, stage, learned)
 
 
-def stage_backward_flops(model: ModelSpec, stage: StageSpec, *, recompute: bool = False) -> int:
+def _learned_forward_flops(model: ModelSpec, stage: StageSpec, learned: LearnedSpec | None) -> int:
+    """Per token, what a learned codec adds: 2 per matrix weight of both halves, or 2dR for a
+    projection on R values, and 2dr for anchors of rank r. A reparametrized subspace network saves
+    some: a matrix of n inputs takes 2k(n + d) instead of 2nd."""
+    if learned is None or stage.num_stages == 1:
+        return 0
+    d, width = model.dim, learned.width
+    flops = 0
+    if isinstance(learned, MaplSpec | SubspaceSpec):
+        flops += 2 * d * width * ((not stage.is_first) + (not stage.is_last))
+    else:
+        halves = [] if stage.is_first else receiver_tensors(learned, stage.stage - 1, d)
+        halves += [] if stage.is_last else sender_tensors(learned, stage.stage, d)
+        flops += 2 * sum(math.prod(shape) for _, shape in halves)
+    if isinstance(learned, MaplSpec) and learned.anchors == "factorized":
+        flops += 2 * d * learned.anchor_rank(d)
+    k = residual_width(learned, d, is_last_stage=stage.is_last)
+    if k < d:
+        inputs = d + model.ffn_dim  # of Wo and W2
+        flops += (stage.end - stage.start) * 2 * (k * (inputs + 2 * d) - inputs * d)
+        flops += stage.is_first * 2 * d * k
+    return flops
+
+
+def stage_backward_flops(
+    model: ModelSpec,
+    stage: StageSpec,
+    *,
+    recompute: bool = False,
+    learned: LearnedSpec | None = None,
+) -> int:
     """Per token: twice the forward, and once more where the forward is computed again."""
-    return (BACKWARD_TO_FORWARD + recompute) * stage_forward_flops(model, stage)
+    return (BACKWARD_TO_FORWARD + recompute) * stage_forward_flops(model, stage, learned)
 
 
 # ---- memory ------------------------------------------------------------------------------
@@ -118,13 +173,29 @@ def head_working_bytes(model: ModelSpec) -> int:
     return FP32_BYTES * (3 * _vocab(model) + 2 * model.dim)
 
 
+def state_bytes(spec: RunSpec, stage: StageSpec) -> int:
+    """`BYTES_PER_PARAMETER`, less 4 for each moment that its update rule doesn't keep (Muon has one
+    moment), and 4 for every value of a table that a learned codec draws from the seed."""
+    model, learned = spec.model, learned_codec(spec.pipeline.boundary)
+    vocab = _vocab(model)
+    spared = sum(
+        tensor.num_elements * (len(KINDS) - len(state_kinds(spec, tensor)))
+        for tensor in stage_tensors(model, stage, learned)
+    )
+    frozen = 0
+    if stage.num_stages > 1:
+        frozen = frozen_elements(learned, dim=model.dim, vocab_size=vocab)
+    parameters = stage_parameters(model, stage, learned)
+    return BYTES_PER_PARAMETER * parameters - FP32_BYTES * spared + FP32_BYTES * frozen
+
+
 @dataclass(frozen=True, slots=True)
 class StageMemory:
     """Bytes that a replica of a stage holds, by purpose. An estimate of tensors; the process, its
     libraries and a GPU's context come on top."""
 
     state: int
-    """Weights, moments, sums: `BYTES_PER_PARAMETER` each. Independent of the window."""
+    """Weights, moments, sums: `state_bytes`. Independent of the window."""
     inputs: int
     """The stage's input for every microbatch in flight; from it, the rest can be recomputed."""
     graphs: int
@@ -149,16 +220,18 @@ def stage_memory(
 ) -> StageMemory:
     """Memory at `window` microbatches in flight, `graphs_kept` of them with their graph.
 
-    state = 32 parameters; inputs = window · tokens · 4d (8 per token id on the first stage);
-    graphs = max(1, graphs_kept) · tokens · layers · `layer_graph_bytes`; retained = all the step's
-    encoded tensors that this stage sends, `forward_bytes` and `backward_bytes` being a boundary
-    tensor's encoded sizes, as if the replica did every microbatch itself.
+    state = `state_bytes`; inputs = window · tokens · 4 values on the wire (8 per token id where the
+    stage reads ids); graphs = max(1, graphs_kept) · tokens · layers · `layer_graph_bytes`; retained
+    = all the step's encoded tensors that this stage sends, `forward_bytes` and `backward_bytes`
+    being a boundary tensor's encoded sizes, as if the replica did every microbatch itself.
     """
     model, tokens = spec.model, spec.tokens_per_microbatch
-    input_bytes = TOKEN_ID_BYTES if stage.is_first else FP32_BYTES * model.dim
+    input_bytes = 0 if stage.is_first else FP32_BYTES * boundary_shape(spec)[-1]
+    if stage.is_first or reads_token_ids(spec):
+        input_bytes += TOKEN_ID_BYTES
     graph_bytes = (stage.end - stage.start) * layer_graph_bytes(model)
     return StageMemory(
-        state=BYTES_PER_PARAMETER * stage_parameters(model, stage),
+        state=state_bytes(spec, stage),
         inputs=window * tokens * input_bytes,
         graphs=max(1, min(graphs_kept, window)) * tokens * graph_bytes,
         head=tokens * head_working_bytes(model) if stage.is_last else 0,
@@ -200,8 +273,22 @@ def graphs_that_fit(
 
 
 def boundary_shape(spec: RunSpec) -> tuple[int, int, int]:
-    """[microbatch_size, seq_len, dim], on both legs."""
+    """[microbatch_size, seq_len, values per token], on both legs: as many values as a learned
+    codec leaves, or dim."""
+    learned = learned_codec(spec.pipeline.boundary)
+    width = learned.width if learned else spec.model.dim
+    return (spec.batch.microbatch_size, spec.model.seq_len, width)
+
+
+def dense_boundary_shape(spec: RunSpec) -> tuple[int, int, int]:
+    """[microbatch_size, seq_len, dim]: what would cross without a learned codec."""
     return (spec.batch.microbatch_size, spec.model.seq_len, spec.model.dim)
+
+
+def reads_token_ids(spec: RunSpec) -> bool:
+    """Whether every stage reads its microbatches' token ids, not only the first and the last."""
+    learned = learned_codec(spec.pipeline.boundary)
+    return learned is not None and learned.needs_token_ids
 
 
 def sent_bytes(stage: StageSpec, forward_bytes: int, backward_bytes: int) -> int:

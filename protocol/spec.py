@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shoal.protocol.errors import ConfigError, VersionError
 from shoal.protocol.ids import RunId, Stage
+from shoal.protocol.learned import MAX_PROJECTION_LR, PROJECTION_LR_RATIO, MaplSpec, learned_codec
 from shoal.version import RUN_SPEC_VERSION
 
 S = TypeVar("S", bound=BaseModel)
@@ -77,9 +78,16 @@ class DataSpec(_Spec):
 
 
 class OptimizerSpec(_Spec):
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW, or Muon beside it, with linear warm-up and cosine decay of both rates."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """"muon" updates the matrices of layers and boundaries by Muon; embedding, head, norms and
+    anchors keep AdamW (protocol/update_rules.py)."""
     lr: PositiveFloat = 3e-3
+    """AdamW's peak rate."""
+    muon_lr: PositiveFloat = 0.02
+    """Muon's peak rate; it follows the same schedule."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """0 takes a tenth of the steps."""
@@ -150,6 +158,7 @@ class RunSpec(_Spec):
                 f"pipeline.stages = {stages} exceeds model.num_layers = {layers}; "
                 "a stage holds at least one layer"
             )
+        self._check_learned_codec()
         cuts = self.pipeline.cuts
         if cuts is not None:
             bounds = (0, *cuts, layers)
@@ -159,6 +168,25 @@ class RunSpec(_Spec):
                     f"between 1 and {layers - 1}"
                 )
         return self
+
+    def _check_learned_codec(self) -> None:
+        try:
+            learned = learned_codec(self.pipeline.boundary)
+            if learned is not None:
+                learned.check(self.model.dim)
+        except ConfigError as error:
+            raise ValueError(f"pipeline.boundary = {self.pipeline.boundary!r}: {error}") from None
+        if not isinstance(learned, MaplSpec) or learned.projection != "spel":
+            return
+        optimizer = self.optimizer
+        field = "muon_lr" if optimizer.name == "muon" else "lr"
+        rate = getattr(optimizer, field)
+        if PROJECTION_LR_RATIO * rate > MAX_PROJECTION_LR:
+            raise ValueError(
+                f"optimizer.{field} = {rate} moves MAPL's projections by "
+                f"{PROJECTION_LR_RATIO * rate:g} a step, beyond {MAX_PROJECTION_LR}; choose at "
+                f"most {MAX_PROJECTION_LR / PROJECTION_LR_RATIO:g}, or proj=fixed"
+            )
 
     @property
     def tokens_per_microbatch(self) -> int:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a stage's state, on disk and between nodes: weights and AdamW moments at one step.
+"""The format of a stage's state, on disk and between nodes: weights and moments at one step.
 
 One safetensors file. For each parameter NAME of `stage_tensors`, three fp32 tensors "weights/NAME",
-"exp_avg/NAME", "exp_avg_sq/NAME"; the metadata holds `StateHeader` and a checksum of the data. The
-same state always gives the same bytes, so files are compared by their SHA-256.
+"exp_avg/NAME", "exp_avg_sq/NAME" (the last one only where its update rule keeps it: see
+protocol/update_rules.py); the metadata holds `StateHeader` and a checksum of the data. The same
+state always gives the same bytes, so files are compared by their SHA-256.
 
 `chunks` and `StateReceiver` carry a file over gRPC. All functions block on the disk.
 """
@@ -35,6 +36,7 @@ from shoal.protocol.errors import (
     WrongStepError,
 )
 from shoal.protocol.ids import RunId, Stage, Step
+from shoal.protocol.learned import learned_codec
 from shoal.protocol.proto.peer_pb2 import StateChunk
 from shoal.protocol.proto.types_pb2 import (
     STATE_PART_ALL,
@@ -45,9 +47,9 @@ from shoal.protocol.proto.types_pb2 import (
 )
 from shoal.protocol.spec import ResolvedRun
 from shoal.protocol.tensors import Fp32, TensorSpec, little_endian_bytes, stage_tensors
+from shoal.protocol.update_rules import KINDS, absent_state
 from shoal.version import SNAPSHOT_VERSION
 
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
 PARTS = {
     STATE_PART_UNSPECIFIED: KINDS,
     STATE_PART_ALL: KINDS,
@@ -108,6 +110,8 @@ class StateExpectation:
     """The stage's parameters, without the "weights/" and other prefixes."""
     kinds: tuple[str, ...] = KINDS
     """What of each parameter the file holds."""
+    absent: frozenset[str] = frozenset()
+    """Full names that it doesn't hold, since their update rule keeps no such moment."""
 
     @classmethod
     def of(
@@ -119,13 +123,16 @@ class StateExpectation:
         part: StatePart.ValueType = STATE_PART_ALL,
     ) -> Self:
         stage_spec = run.stage(stage)
+        learned = learned_codec(run.spec.pipeline.boundary)
+        tensors = tuple(stage_tensors(run.spec.model, stage_spec, learned))
         return cls(
             run_id=run.run_id,
             run_digest=run.digest,
             stage=stage_spec.stage,
             step=None if step is None else Step(step),
-            tensors=tuple(stage_tensors(run.spec.model, stage_spec)),
+            tensors=tensors,
             kinds=PARTS[part],
+            absent=absent_state(run.spec, tensors),
         )
 
     @property
@@ -149,6 +156,7 @@ class StateExpectation:
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
         """Raises `WrongShapeError` unless names and shapes are exactly the expected ones."""
         expected = {f"{kind}/{t.name}": t.shape for kind in self.kinds for t in self.tensors}
+        expected = {name: shape for name, shape in expected.items() if name not in self.absent}
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):
                 raise WrongShapeError(

@@ -1,19 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How learned codecs are spelt in a boundary spec: "mapl:r=16", "resbm:b=16", "ssn:k=16"."""
+"""How learned codecs are spelt in a boundary spec: "mapl:r=16", "resbm:b=16", "ssn:k=16".
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+Defined in protocol/learned.py, since shapes, costs and stored state of a stage depend on it."""
 
+from shoal.protocol.learned import LEARNED, LearnedSpec
 
-@dataclass(frozen=True, slots=True)
-class LearnedSpec:
-    """A learned codec as the run spec names it; the modules are built from it and the model's."""
-
-    spec: str
-    """Canonical: parsing it gives an equal one."""
-    width: int
-    """Values per token on the wire, both legs."""
-
-
-LEARNED: Mapping[str, Callable[[Sequence[str]], LearnedSpec]] = {}
-"""By name, what parses the parameters after it. Raises `ConfigError` naming what would be right."""
+__all__ = ["LEARNED", "LearnedSpec"]

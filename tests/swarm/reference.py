@@ -2,7 +2,8 @@
 """The undisturbed run: every stage of a run in this one process, one microbatch after another.
 
 No network, no ledger, no replicas; just the model's arithmetic as the run spec fixes it. A swarm
-must end with these bits whatever happened to its nodes.
+must end with these bits whatever happened to its nodes. What two stages mirror gets both shares of
+its gradient here without a wire.
 """
 
 import math
@@ -20,10 +21,11 @@ from shoal.coordinator.step_scale import COARSEN_BITS
 from shoal.node.data import ShardCache, TokenSource
 from shoal.node.stage import StageRuntime
 from shoal.protocol.errors import NumericOverflowError
+from shoal.protocol.learned import learned_codec
 from shoal.protocol.learning_rate import learning_rate
 from shoal.protocol.scale import scale_exponent
 from shoal.protocol.spec import ResolvedRun
-from shoal.protocol.tensors import Fp32, TensorSpec, stage_tensors, weights_sha256
+from shoal.protocol.tensors import Fp32, TensorSpec, owned_tensors, weights_sha256
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -94,7 +96,7 @@ class Reference:
         validation = self._validation_loss(step)
         loss = sum(self._microbatch(step, m) for m in range(spec.batch.microbatches))
 
-        totals = [stage.sums.clone() for stage in self._stages]
+        totals = self._with_shares([stage.sums.clone() for stage in self._stages])
         norms = [
             stage.squared_norms(sums, spec.tokens_per_step)
             for stage, sums in zip(self._stages, totals, strict=True)
@@ -125,12 +127,23 @@ class Reference:
             weights_digests=tuple(stage.weights_digest() for stage in self._stages),
         )
 
+    def _with_shares(self, totals: list[Tensor]) -> list[Tensor]:
+        """Every stage's totals, with its neighbours' shares of what it mirrors."""
+        whole = []
+        for number, (stage, sums) in enumerate(zip(self._stages, totals, strict=True)):
+            others = {b: number + 1 if b == number else number - 1 for b in stage.mirrored}
+            shares = {b: self._stages[s].share(totals[s], b) for b, s in others.items()}
+            whole.append(stage.add_shares(sums, shares))
+        return whole
+
     def _microbatch(self, step: int, microbatch: int) -> float:
         """All stages forward, then backward; returns the summed loss."""
-        x, targets = self._tokens.training(step, microbatch)
+        tokens, targets = self._tokens.training(step, microbatch)
+        x = tokens
         for boundary, stage in enumerate(self._stages[:-1]):
-            x = self._cross(stage.forward(microbatch, x), step, microbatch, boundary, "forward")
-        loss, gradient = self._stages[-1].forward_backward_loss(microbatch, x, targets)
+            hidden = stage.forward(microbatch, x, tokens)
+            x = self._cross(hidden, step, microbatch, boundary, "forward")
+        loss, gradient = self._stages[-1].forward_backward_loss(microbatch, x, targets, tokens)
         for boundary in range(len(self._stages) - 2, -1, -1):
             assert gradient is not None, "only the first stage has no input gradient"
             received = self._cross(gradient, step, microbatch, boundary, "backward")
@@ -144,11 +157,12 @@ class Reference:
             return None
         total = 0.0
         for index in range(count):
-            x, targets = self._tokens.validation(index)
-            microbatch = spec.batch.microbatches + index
+            tokens, targets = self._tokens.validation(index)
+            x, microbatch = tokens, spec.batch.microbatches + index
             for boundary, stage in enumerate(self._stages[:-1]):
-                x = self._cross(stage.evaluate(x), step, microbatch, boundary, "forward")
-            total += self._stages[-1].evaluate_loss(x, targets)
+                hidden = stage.evaluate(x, tokens)
+                x = self._cross(hidden, step, microbatch, boundary, "forward")
+            total += self._stages[-1].evaluate_loss(x, targets, tokens)
         return total / (spec.tokens_per_microbatch * count)
 
     def _cross(self, tensor: Tensor, step: int, microbatch: int, boundary: int, leg: Leg) -> Tensor:
@@ -164,8 +178,9 @@ class Reference:
         return codec.decode(codec.encode(tensor, context), tuple(tensor.shape), context)
 
     def _weights(self) -> Iterator[tuple[TensorSpec, Fp32]]:
+        learned = learned_codec(self.run.spec.pipeline.boundary)
         for stage in self._stages:
-            for tensor in stage_tensors(self.run.spec.model, stage.spec):
+            for tensor in owned_tensors(self.run.spec.model, stage.spec, learned):
                 yield tensor, np.asarray(stage.weights[tensor.name].numpy(), dtype=np.float32)
 
 

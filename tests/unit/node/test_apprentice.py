@@ -38,8 +38,17 @@ class Stage:
         await asyncio.sleep(0)
         self.moments = step
 
-    async def advance_moments(self, totals: torch.Tensor, commit: coordinator_pb2.Commit) -> None:
+    async def projections(self) -> dict[str, torch.Tensor]:
+        return {"weights of step": torch.tensor(self.runtime.step)}
+
+    async def advance_moments(
+        self,
+        totals: torch.Tensor,
+        commit: coordinator_pb2.Commit,
+        projections: dict[str, torch.Tensor],
+    ) -> None:
         await asyncio.sleep(0)
+        assert projections["weights of step"] == commit.step - 1
         assert self.moments == commit.step - 1
         assert totals.tolist() == [commit.step]
         await self.may_advance.wait()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.node.optimizer import apply_update, is_decayed
+from shoal.node.optimizer import apply_update
 from shoal.protocol.learning_rate import learning_rate
 from shoal.protocol.spec import OptimizerSpec
 
@@ -81,14 +81,6 @@ def test_gradient_is_left_alone() -> None:
         decay=True,
     )
     assert torch.equal(gradient, draw((9,), 3))
-
-
-def test_matrices_decay_but_norms_and_embedding_do_not() -> None:
-    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
-    assert is_decayed("lm_head.weight", matrix)
-    assert is_decayed("model.layers.0.mlp.up_proj.weight", matrix)
-    assert not is_decayed("model.embed_tokens.weight", matrix)
-    assert not is_decayed("model.norm.weight", vector)
 
 
 def test_learning_rate_warms_up_then_falls_to_its_minimum() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from shoal.node.fixed_point import squared_norms, to_gradient
 from shoal.node.model.transformer import StageModel, build_stage_model
-from shoal.node.optimizer import apply_update, is_decayed
+from shoal.node.optimizer import apply_update
 from shoal.node.stage import StageRuntime
 from shoal.protocol.ids import RunId
 from shoal.protocol.learning_rate import learning_rate
@@ -21,6 +21,8 @@ from shoal.protocol.spec import (
     ResolvedRun,
     RunSpec,
 )
+from shoal.protocol.tensors import TensorSpec
+from shoal.protocol.update_rules import update_rule
 
 STEPS = 20
 RUN = ResolvedRun(
@@ -56,6 +58,10 @@ def batch(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     tokens = torch.randint(0, 64, (2, 33), generator=generator).square() % 257
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    return update_rule(RUN.spec, TensorSpec(name, tuple(parameter.shape))).decays
 
 
 def new_stage() -> StageRuntime:
@@ -101,8 +107,8 @@ def test_twenty_steps_follow_plain_pytorch(trained: StageRuntime) -> None:
     plain = new_plain_model()
     named = list(plain.named_parameters())
     groups = [
-        {"params": [p for n, p in named if is_decayed(n, p)], "weight_decay": SPEC.weight_decay},
-        {"params": [p for n, p in named if not is_decayed(n, p)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": SPEC.weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(SPEC.beta1, SPEC.beta2), eps=SPEC.eps)
     for step in range(1, STEPS + 1):
@@ -146,7 +152,7 @@ def test_twenty_steps_equal_a_plain_loop_with_the_same_sum_bit_for_bit(
                 step=step,
                 lr=learning_rate(SPEC, STEPS, step),
                 spec=SPEC,
-                decay=is_decayed(name, parameter),
+                decay=decays(name, parameter),
             )
     different = [n for n, p in named if not torch.equal(p.detach(), trained.weights[n])]
     assert different == []

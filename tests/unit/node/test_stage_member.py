@@ -33,7 +33,7 @@ ME = Incarnation(5)
 UPSTREAM = Incarnation(4)
 WAIT_S = 30.0
 
-Loss = Callable[[int, torch.Tensor, torch.Tensor], tuple[float, torch.Tensor | None]]
+Loss = Callable[..., Any]
 
 
 class Tokens:
@@ -116,9 +116,9 @@ class Bench:
         runtime = self.worker.runtime
         good = runtime.forward_backward_loss
 
-        def once(microbatch: int, x: torch.Tensor, targets: torch.Tensor) -> Any:
+        def once(*arguments: Any) -> Any:
             monkeypatch.setattr(runtime, "forward_backward_loss", good)
-            return spoilt(good)(microbatch, x, targets)
+            return spoilt(good)(*arguments)
 
         monkeypatch.setattr(runtime, "forward_backward_loss", once)
 
@@ -134,8 +134,8 @@ def before_adding(error: Exception) -> Callable[[Loss], Loss]:
 
 
 def after_adding(good: Loss) -> Loss:
-    def fail(microbatch: int, x: torch.Tensor, targets: torch.Tensor) -> Any:
-        good(microbatch, x, targets)
+    def fail(*arguments: Any) -> Any:
+        good(*arguments)
         raise NonFiniteError("encoding it")
 
     return fail

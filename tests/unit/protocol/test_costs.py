@@ -7,7 +7,15 @@ from torch import nn
 from shoal.protocol import costs
 from shoal.protocol.errors import ConfigError
 from shoal.protocol.ids import Stage
-from shoal.protocol.spec import BatchSpec, ModelSpec, PipelineSpec, RunSpec, StageSpec
+from shoal.protocol.learned import learned_codec
+from shoal.protocol.spec import (
+    BatchSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PipelineSpec,
+    RunSpec,
+    StageSpec,
+)
 
 # d = 8, k = 4, f = 20, V = 50, T = 16
 MODEL = ModelSpec(
@@ -144,3 +152,67 @@ def test_graphs_are_kept_as_memory_allows() -> None:
     assert costs.graphs_that_fit(SPEC, MIDDLE, need(3) - 1, window=5) == 2
     assert costs.graphs_that_fit(SPEC, MIDDLE, 100 * need(5), window=5) == 5
     assert costs.graphs_that_fit(SPEC, MIDDLE, 0, window=5) == 0
+
+
+# ---- learned codecs ----------------------------------------------------------------------
+
+
+def with_codec(boundary: str, optimizer: str = "adamw") -> RunSpec:
+    pipeline = PipelineSpec(stages=3, boundary=boundary)
+    spec = SPEC.model_copy(update={"pipeline": pipeline})
+    return spec.model_copy(update={"optimizer": OptimizerSpec.model_validate({"name": optimizer})})
+
+
+def test_a_learned_codec_narrows_what_crosses() -> None:
+    assert costs.boundary_shape(SPEC) == costs.dense_boundary_shape(SPEC) == (3, 16, 8)
+    spec = with_codec("resbm:b=2|int8")
+    assert costs.boundary_shape(spec) == (3, 16, 2)
+    assert costs.dense_boundary_shape(spec) == (3, 16, 8)
+
+
+def test_halves_are_parameters_of_their_stages_and_a_mirrored_one_counts_once_in_the_run() -> None:
+    spec = with_codec("mapl:r=2:ra=3")
+    learned = learned_codec(spec.pipeline.boundary)
+    parts = [costs.stage_parameters(MODEL, part, learned) for part in (FIRST, MIDDLE, LAST)]
+    anchors, projection = 50 * 3, 8 * 2
+    assert parts == [
+        688 + 400 + anchors + projection,
+        688 + anchors + 2 * projection,
+        2 * 688 + 408 + anchors + projection,
+    ]
+    assert costs.run_parameters(spec, (FIRST, MIDDLE, LAST)) == sum(parts) - 2 * projection
+    assert costs.run_parameters(SPEC, (FIRST, MIDDLE, LAST)) == costs.model_parameters(MODEL)
+
+
+def test_a_subspace_network_saves_parameters_where_boundaries_follow() -> None:
+    learned = learned_codec("ssn:k=2")
+    layer = 688 - (8 + 20) * (8 - 2)
+    assert costs.stage_parameters(MODEL, FIRST, learned) == layer + 50 * 2
+    assert costs.stage_parameters(MODEL, LAST, learned) == costs.stage_parameters(MODEL, LAST)
+    dense = costs.layer_forward_flops(MODEL)
+    saved = 2 * (8 + 20) * (8 - 2) - 2 * 2 * 8 * 2  # narrower matrices, and U after each
+    halves = 2 * 2 * 8 * 2
+    assert costs.stage_forward_flops(MODEL, MIDDLE, learned) == dense - saved + halves
+
+
+def test_halves_cost_two_flops_per_weight() -> None:
+    dense = costs.layer_forward_flops(MODEL)
+    linear = costs.stage_forward_flops(MODEL, MIDDLE, learned_codec("linear:b=2"))
+    assert linear == dense + 2 * (8 * 2 + 2 * 8)
+    mapl = costs.stage_forward_flops(MODEL, MIDDLE, learned_codec("mapl:r=2:ra=3"))
+    assert mapl == dense + 2 * (8 * 2 + 2 * 8 + 3 * 8)
+
+
+def test_muons_matrices_take_four_bytes_less_and_frozen_tables_four_each() -> None:
+    norms = 2 * 8
+    muon = costs.state_bytes(with_codec("bf16", "muon"), MIDDLE)
+    assert muon == 28 * (688 - norms) + 32 * norms
+    frozen = costs.state_bytes(with_codec("mapl:r=2:anchors=static:proj=fixed"), MIDDLE)
+    assert frozen == 32 * 688 + 4 * (50 * 8 + 2 * 8 * 2)
+
+
+def test_inputs_in_flight_are_narrow_and_have_their_ids() -> None:
+    tokens = 3 * 16
+    for boundary, per_token in (("resbm:b=2", 4 * 2), ("mapl:r=2", 4 * 2 + 8), ("bf16", 4 * 8)):
+        memory = costs.stage_memory(with_codec(boundary), MIDDLE, window=5, graphs_kept=1)
+        assert memory.inputs == 5 * tokens * per_token
