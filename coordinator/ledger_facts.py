@@ -27,6 +27,10 @@ class ReceiptFacts:
     loss_sum: float | None = None
     busy_s: float = 0.0
     boundary_bytes: int = 0
+    forward_bytes: int | None = None
+    """Of `boundary_bytes`, what went to the next stage; None where nothing did."""
+    backward_bytes: int | None = None
+    """What went to the stage before."""
     digest: int = 0
     """Of the tensors and the loss that came of it; 0 says nothing."""
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.coordinator.boundary_traffic import traffic
 from shoal.coordinator.ledger import StepLedger, exact_sum, loss_of
 from shoal.coordinator.state import StepCommitted
 from shoal.protocol.ids import Incarnation, Stage
@@ -67,6 +68,7 @@ def step_record(spec: RunSpec, opened: OpenStep, *, now_s: float) -> StepCommitt
         ),
         boundary_bytes=sum(r.boundary_bytes for r in ledger.receipts.values()),
         reduce_bytes=ledger.reduce_bytes(),
+        traffic=traffic(ledger.receipts.values(), ledger.num_stages),
         seconds=max(0.0, now_s - opened.opened_s),
     )
 

@@ -60,7 +60,8 @@ class MemberReports:
 
     def receipt(self, microbatch: MicrobatchId, parts: Sequence[Computed]) -> None:
         """`parts` are what came of the microbatch; the last one holds the loss, if any does."""
-        loss_sum = parts[-1].loss_sum
+        *forwards, last = parts
+        loss_sum = last.loss_sum
         receipt = coordinator_pb2.Receipt(
             incarnation=self._incarnation,
             step=self.step,
@@ -70,7 +71,9 @@ class MemberReports:
             loss_sum=loss_sum or 0.0,
             has_loss=loss_sum is not None,
             busy_s=sum(part.busy_s for part in parts),
-            boundary_bytes=sum(len(p.payload) for p in parts if p.payload is not None),
+            boundary_bytes=_num_bytes(parts) or 0,
+            forward_bytes=_num_bytes(forwards),
+            backward_bytes=_num_bytes([last]),
             digest=_receipt_digest(parts),
         )
         self._send(coordinator_pb2.NodeEvent(receipt=receipt))
@@ -134,6 +137,12 @@ class MemberReports:
         return trouble_event(
             kind, error, incarnation=self._incarnation, step=self.step, peer_id=peer_id
         )
+
+
+def _num_bytes(parts: Sequence[Computed]) -> int | None:
+    """Of encoded boundary tensors; None where there is none."""
+    sizes = [len(part.payload) for part in parts if part.payload is not None]
+    return sum(sizes) if sizes else None
 
 
 def _receipt_digest(parts: Sequence[Computed]) -> int:

@@ -70,6 +70,7 @@ def test_answers_to_another_attempt_do_not_count() -> None:
         pb.Receipt(microbatch=4_000_000, stage=0),
         pb.Receipt(microbatch=0, stage=7),
         pb.Receipt(microbatch=0, stage=1),
+        pb.Receipt(microbatch=0, stage=0, boundary_bytes=2**63),
     ],
 )
 def test_impossible_receipts_are_refused_and_marked(receipt: pb.Receipt) -> None:
@@ -124,6 +125,20 @@ def test_a_negative_norm_is_refused() -> None:
     )
     swarm.conductor.receive(node.session, pb.NodeEvent(prepared=prepared))
     assert "negative" in lines(swarm)
+    swarm.finish()
+    assert_undisturbed(swarm)
+
+
+def test_a_sum_that_claims_more_bytes_than_can_be_is_refused() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    node = swarm.at(0)[0]
+    assert node.session is not None
+    prepared = pb.Prepared(
+        incarnation=node.incarnation, step=2, attempt=1, round=1, reduce_bytes=2**63
+    )
+    swarm.conductor.receive(node.session, pb.NodeEvent(prepared=prepared))
+    assert swarm.conductor.marks[node.peer_id] == 1
     swarm.finish()
     assert_undisturbed(swarm)
 
