@@ -347,22 +347,6 @@ def public(view: RunView) -> RunView:
     return view if view.join_link is None else view.model_copy(update={"join_link": None})
 
 
-def leadership_line(view: RunView) -> str:
-    """ "term 3 · standby 10.0.0.7:7001 (up to date)"; empty for a run that nobody stands by for."""
-    if view.leads and not view.standbys:
-        return ""
-    parts = [f"term {view.term}" + ("" if view.leads else ", not leading")]
-    for standby in view.standbys:
-        if not standby.connected:
-            state = "away"
-        elif standby.events_behind:
-            state = f"{standby.events_behind} events behind"
-        else:
-            state = "up to date"
-        parts.append(f"standby {standby.address} ({state})")
-    return " · ".join(parts)
-
-
 def update_after(view: RunView, last_step: int) -> RunView:
     """The view with only those history points that somebody who has seen `last_step` lacks (and
     a few before it, to be merged by step)."""
