@@ -82,6 +82,16 @@ def test_losses_and_who_stands_by_are_told_in_plain_words() -> None:
     assert tiers <= set(screen.split())
 
 
+def test_a_narrow_terminal_cuts_no_name_and_no_state() -> None:
+    view = fake.troubled_view()
+    screen = drawn(view, width=80)
+    for node in view.live_nodes:
+        assert any(
+            node.name in line and node.state in line and node.tier in line
+            for line in screen.splitlines()
+        )
+
+
 def test_waiting_says_why_and_names_the_empty_stage() -> None:
     screen = drawn(fake.waiting_view())
     assert "Waiting: 2 of 3 stages are held." in screen
