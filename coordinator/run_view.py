@@ -288,11 +288,12 @@ def _recovery(recovery: Recovery) -> RecoveryView:
 def _back_offs(scales: ScaleHistory) -> BackOffView | None:
     if scales.last_back_off is None:
         return None
+    in_fp16 = bool(scales.used) and scales.used[-1].loss_scale != 1.0
     return BackOffView(
         count=scales.back_offs,
         step=scales.last_back_off.step,
         reason=scales.last_back_off.reason,
-        loss_scale=scales.next.loss_scale,
+        loss_scale=scales.next.loss_scale if in_fp16 else 1.0,
         coarser_bits=scales.next.coarsen,
     )
 

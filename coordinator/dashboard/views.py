@@ -200,7 +200,7 @@ class BackOffView(_View):
     """Of the last one."""
     reason: Text
     loss_scale: Number
-    """Now; it concerns nodes that compute in fp16."""
+    """Now; 1 while nobody computes in fp16."""
     coarser_bits: Count
     """Now: low bits of the gradient sums given up for range."""
 

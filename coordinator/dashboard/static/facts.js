@@ -108,7 +108,9 @@ export function renderSafeguards(view) {
       format.plural(of, "step")}, up to step ${format.integer(one.to_step)}, for ${format.duration(one.seconds)}`);
     item.querySelector(".fill").style.transform = `scaleX(${(of ? done / of : 1).toFixed(4)})`;
   });
-  keep(at("safeguards"), facts(view), (fact) => fact[0], ([name]) => {
+  const told = facts(view);
+  at("safety").hidden = !told.length;
+  keep(at("safeguards"), told, (fact) => fact[0], ([name]) => {
     const row = make("div");
     row.append(make("dt", "", name), make("dd"));
     return row;

@@ -247,6 +247,7 @@ def test_back_offs_of_numbers_are_shown_once_there_was_one() -> None:
     back_offs = look(swarm).back_offs
     assert back_offs is not None
     assert (back_offs.count, back_offs.step, back_offs.coarser_bits) == (1, 2, COARSEN_BITS)
+    assert back_offs.loss_scale == 1.0
     assert "microbatch 1" in back_offs.reason
 
 
