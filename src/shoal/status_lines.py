@@ -104,7 +104,7 @@ def leadership(view: RunView) -> str:
         if not standby.connected:
             state = "away"
         elif standby.events_behind:
-            state = f"{standby.events_behind} events behind"
+            state = f"{standby.events_behind} event{'s' * (standby.events_behind > 1)} behind"
         else:
             state = "up to date"
         parts.append(f"standby {standby.address} ({state})")

@@ -58,9 +58,15 @@ function updateNode(card, node, fastest) {
   const notes = [];
   if (node.leaves_within_s !== null && node.leaves_within_s !== undefined) notes.push(`${format.duration(node.leaves_within_s)} of its grace left`);
   if (node.marks) notes.push(`${format.plural(node.marks, "refused message")}`);
-  if (node.waiting_for) notes.push(`waiting for ${node.waiting_for.replace(/^(waiting )?for /i, "")}`);
+  if (node.waiting_for) notes.push(waitingNote(node.waiting_for));
   put(find("node-note"), notes.join(" · "));
   find("node-note").hidden = !notes.length;
+}
+
+// Some reasons say what the node does, the others what it lacks.
+function waitingNote(reason) {
+  return /^(warming up|worker|leaving|no stage|it |its copy|waiting)\b/i.test(reason) ? reason
+    : `waiting for ${reason.replace(/^for /i, "")}`;
 }
 
 function flowInto(view, stage) {
