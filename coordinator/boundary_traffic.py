@@ -2,20 +2,23 @@
 """What crossed which stage boundary in a step, by kind, as the nodes measured it. Pure.
 
 Boundary b lies between the stages b and b + 1. Counted is what a step's receipts tell: every
-training microbatch once. What was sent again after a loss is not in it, nor the forward tensors of
+training microbatch once, and the shares that replicas fetched of what a learned codec holds on both
+sides ("synchronization"). What was sent again after a loss is not in it, nor the forward tensors of
 validation, which have no receipts.
 """
 
 from collections.abc import Iterable, Mapping
 
-from shoal.coordinator.ledger_facts import ReceiptFacts
+from shoal.coordinator.ledger_facts import PreparedFacts, ReceiptFacts
 from shoal.protocol.spec import RunSpec
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, SYNCHRONIZATION = KINDS = ("forward", "backward", "synchronization")
 _BF16_BYTES = 2
 
 
-def traffic(receipts: Iterable[ReceiptFacts], num_stages: int) -> dict[str, tuple[int, ...]]:
+def traffic(
+    receipts: Iterable[ReceiptFacts], prepares: Iterable[PreparedFacts], num_stages: int
+) -> dict[str, tuple[int, ...]]:
     """Encoded bytes by kind, for each boundary. A kind of which no receipt tells is left out."""
     num_boundaries = num_stages - 1
     found: dict[str, list[int]] = {}
@@ -27,7 +30,10 @@ def traffic(receipts: Iterable[ReceiptFacts], num_stages: int) -> dict[str, tupl
     for receipt in receipts:
         add(FORWARD, receipt.stage, receipt.forward_bytes)
         add(BACKWARD, receipt.stage - 1, receipt.backward_bytes)
-    return {kind: tuple(found[kind]) for kind in (FORWARD, BACKWARD) if kind in found}
+    for prepared in prepares:
+        for boundary, num_bytes in prepared.share_bytes:
+            add(SYNCHRONIZATION, boundary, num_bytes)
+    return {kind: tuple(found[kind]) for kind in KINDS if kind in found}
 
 
 def by_boundary(by_kind: Mapping[str, tuple[int, ...]], num_stages: int) -> list[dict[str, int]]:

@@ -51,6 +51,8 @@ class PreparedFacts:
     sums_digest: int
     squared_norms: tuple[float, ...]
     reduce_bytes: int = 0
+    share_bytes: tuple[tuple[int, int], ...] = ()
+    """(boundary, bytes) of the other sides' shares that it has fetched."""
 
     @property
     def sums(self) -> tuple[int, tuple[float, ...]]:

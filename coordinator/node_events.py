@@ -216,6 +216,7 @@ class NodeEvents:
             raise MalformedFrameError("a squared norm is negative")
         if prepared.reduce_bytes > _MAX_BYTES:
             raise MalformedFrameError(f"{prepared.reduce_bytes:,} bytes are claimed for one sum")
+        self._check_shares(session, prepared)
         if prepared.term != self._terms.term:
             raise FencedError(f"prepared in term {prepared.term}; this is {self._terms.term}")
         if not all(math.isfinite(norm) for norm in prepared.squared_norms):
@@ -228,11 +229,20 @@ class NodeEvents:
                 sums_digest=prepared.sums_digest,
                 squared_norms=tuple(prepared.squared_norms),
                 reduce_bytes=prepared.reduce_bytes,
+                share_bytes=tuple(prepared.share_bytes.items()),
             )
         )
         if counts:
             self._runner.watch.summed(session, self._log.clock())
             self._runner.progressed()
+
+    def _check_shares(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
+        assert session.stage is not None, "an incarnation has a stage"
+        for boundary, num_bytes in prepared.share_bytes.items():
+            if boundary not in (session.stage - 1, session.stage) or num_bytes > _MAX_BYTES:
+                raise MalformedFrameError(
+                    f"{num_bytes:,} bytes of shares are claimed at boundary {boundary}"
+                )
 
     def _on_bad_sums(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
         opened = self._runner.opened

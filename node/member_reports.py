@@ -2,7 +2,7 @@
 """What a member of a stage tells the coordinator, as events."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
@@ -78,7 +78,15 @@ class MemberReports:
         )
         self._send(coordinator_pb2.NodeEvent(receipt=receipt))
 
-    def prepared(self, round_number: int, sums: PreparedSums, *, reduce_bytes: int) -> None:
+    def prepared(
+        self,
+        round_number: int,
+        sums: PreparedSums,
+        *,
+        reduce_bytes: int,
+        share_bytes: Mapping[int, int],
+    ) -> None:
+        """`share_bytes`: what was fetched of the other sides' shares, by boundary."""
         prepared = coordinator_pb2.Prepared(
             incarnation=self._incarnation,
             step=self.step,
@@ -87,6 +95,7 @@ class MemberReports:
             sums_digest=sums.digest,
             squared_norms=sums.squared_norms,
             reduce_bytes=reduce_bytes,
+            share_bytes=share_bytes,
         )
         self._send(coordinator_pb2.NodeEvent(prepared=prepared))
 

@@ -131,7 +131,8 @@ class TrafficView(_View):
     """What crossed a boundary in a step, of one kind, as the nodes measured it."""
 
     kind: Text
-    """forward: activations. backward: gradients with respect to them."""
+    """forward: activations. backward: gradients with respect to them. synchronization: gradients of
+    what a learned codec holds on both sides."""
     encoded_bytes: Count
     bf16_bytes: Count | None = None
     """What the same tensors take in plain bf16; None for a kind that only a codec needs."""

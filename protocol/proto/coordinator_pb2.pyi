@@ -637,6 +637,26 @@ class Prepared(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ShareBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INCARNATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -645,6 +665,7 @@ class Prepared(_message.Message):
     SQUARED_NORMS_FIELD_NUMBER: _builtins.int
     REDUCE_BYTES_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    SHARE_BYTES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
@@ -659,6 +680,12 @@ class Prepared(_message.Message):
     def squared_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Squared norm of each tensor's normalised gradient, in the stage's tensor order."""
 
+    @_builtins.property
+    def share_bytes(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """By boundary: bytes of the other side's share that the node has fetched. Empty where stages
+        share nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -670,10 +697,11 @@ class Prepared(_message.Message):
         squared_norms: _abc.Iterable[_builtins.float] | None = ...,
         reduce_bytes: _builtins.int = ...,
         term: _builtins.int = ...,
+        share_bytes: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reduce_bytes", b"reduce_bytes", "round", b"round", "squared_norms", b"squared_norms", "step", b"step", "sums_digest", b"sums_digest", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reduce_bytes", b"reduce_bytes", "round", b"round", "share_bytes", b"share_bytes", "squared_norms", b"squared_norms", "step", b"step", "sums_digest", b"sums_digest", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

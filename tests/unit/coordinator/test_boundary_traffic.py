@@ -2,10 +2,10 @@
 """What crossed which boundary, by kind: measured, and nothing that nobody reported."""
 
 from shoal.coordinator.boundary_traffic import bf16_bytes, by_boundary, traffic
-from shoal.coordinator.ledger_facts import ReceiptFacts
+from shoal.coordinator.ledger_facts import PreparedFacts, ReceiptFacts
 from shoal.protocol.ids import Incarnation, MicrobatchId, Stage
 
-from .fake_swarm import make_run
+from .fake_run import make_run
 
 
 def receipt(
@@ -26,19 +26,28 @@ def test_each_leg_belongs_to_the_boundary_that_it_crossed() -> None:
         for microbatch in range(2)
         for stage, (forward, backward) in enumerate([(100, None), (10, 7), (None, 3)])
     ]
-    assert traffic(receipts, 3) == {"forward": (200, 20), "backward": (14, 6)}
+    assert traffic(receipts, [], 3) == {"forward": (200, 20), "backward": (14, 6)}
+
+
+def test_shares_that_replicas_fetch_are_synchronization() -> None:
+    prepares = [
+        PreparedFacts(Incarnation(who), 1, 7, (1.0,), share_bytes=shares)
+        for who, shares in enumerate([((0, 5),), ((0, 6), (1, 8)), ((1, 9),)], start=1)
+    ]
+    assert traffic([], prepares, 3) == {"synchronization": (11, 17)}
+    assert traffic([], prepares[:1], 2) == {"synchronization": (5,)}
 
 
 def test_a_kind_that_nobody_reports_is_absent_not_zero() -> None:
     silent = [receipt(s, 0, forward=None, backward=None) for s in range(2)]
-    assert traffic(silent, 2) == {}
-    assert traffic([*silent, receipt(0, 1, forward=0, backward=None)], 2) == {"forward": (0,)}
+    assert traffic(silent, [], 2) == {}
+    assert traffic([*silent, receipt(0, 1, forward=0, backward=None)], [], 2) == {"forward": (0,)}
 
 
 def test_a_claim_beyond_the_pipelines_ends_is_nobodys() -> None:
     claims = [receipt(0, 0, forward=1, backward=5), receipt(1, 0, forward=5, backward=2)]
-    assert traffic(claims, 2) == {"forward": (1,), "backward": (2,)}
-    assert traffic(claims[:1], 1) == {}
+    assert traffic(claims, [], 2) == {"forward": (1,), "backward": (2,)}
+    assert traffic(claims[:1], [], 1) == {}
 
 
 def test_by_boundary_lists_every_boundary_with_its_kinds() -> None:

@@ -129,15 +129,22 @@ def test_a_negative_norm_is_refused() -> None:
     assert_undisturbed(swarm)
 
 
-def test_a_sum_that_claims_more_bytes_than_can_be_is_refused() -> None:
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pb.Prepared(reduce_bytes=2**63),
+        pb.Prepared(share_bytes={0: 2**63}),
+        pb.Prepared(share_bytes={1: 5}),
+        pb.Prepared(share_bytes={4_000_000: 5}),
+    ],
+)
+def test_a_sum_that_claims_bytes_that_cannot_be_is_refused(claim: pb.Prepared) -> None:
     swarm = FakeSwarm(make_run(), 4)
     swarm.run_until(in_step(swarm))
     node = swarm.at(0)[0]
     assert node.session is not None
-    prepared = pb.Prepared(
-        incarnation=node.incarnation, step=2, attempt=1, round=1, reduce_bytes=2**63
-    )
-    swarm.conductor.receive(node.session, pb.NodeEvent(prepared=prepared))
+    claim.incarnation, claim.step, claim.attempt, claim.round = node.incarnation, 2, 1, 1
+    swarm.conductor.receive(node.session, pb.NodeEvent(prepared=claim))
     assert swarm.conductor.marks[node.peer_id] == 1
     swarm.finish()
     assert_undisturbed(swarm)
