@@ -94,8 +94,8 @@ def recovery_text(recovery: RecoveryView) -> str:
 
 def leadership(view: RunView) -> str:
     """ "10.0.0.5:7600 leads in term 3 · standby 10.0.0.7:7001 (up to date)"; empty for a run that
-    nobody stands by for."""
-    if view.leads and not view.standbys:
+    was never led by another, and that nobody stands by for."""
+    if view.leads and not view.standbys and view.term <= 1:
         return ""
     who = view.coordinator or "this coordinator"
     verb = "leads" if view.leads else "doesn't lead"

@@ -82,6 +82,12 @@ def test_losses_and_who_stands_by_are_told_in_plain_words() -> None:
     assert tiers <= set(screen.split())
 
 
+def test_the_term_is_told_from_the_second_one_on() -> None:
+    view = fake.training_view(coordinator="10.0.0.5:7600", term=1)
+    assert "leads" not in drawn(view)
+    assert "10.0.0.5:7600 leads in term 2" in drawn(view.model_copy(update={"term": 2}))
+
+
 def test_a_narrow_terminal_cuts_no_name_and_no_state() -> None:
     view = fake.troubled_view()
     screen = drawn(view, width=80)
