@@ -23,7 +23,8 @@ from shoal.protocol.errors import MalformedFrameError, ShoalError
 from shoal.protocol.identity import NodeIdentity, TlsKey
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
 from shoal.protocol.rpc import Credentials, backoff, error_from_rpc
-from shoal.protocol.state_file import StateReceiver
+from shoal.protocol.state_chunks import MAX_CHUNKS_ASKED, check_description, num_chunks
+from shoal.protocol.state_file import StateExpectation, StateReceiver
 
 if TYPE_CHECKING:
     from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
@@ -114,13 +115,20 @@ class BulkCopy:
     async def _fetch_snapshot(self, store: SnapshotStore, step: int) -> None:
         """The states at `step` that are missing yet; those that came before a broken connection
         stay. Raises `ShoalError`."""
-        run_id = self._copy.run.run_id
+        run = self._copy.run
         async with self._reach() as leader:
             for stage in store.missing(step):
-                request = peer_pb2.StateRequest(run_id=run_id, stage=stage, step=step)
+                request = peer_pb2.StateRequest(run_id=run.run_id, stage=stage, step=step)
+                description = await leader.DescribeSnapshot(request, timeout=_TRANSFER_S)
+                check_description(
+                    description, max_bytes=StateExpectation.of(run, stage, step).max_bytes
+                )
+                count = num_chunks(description)
                 with store.receiver(step, stage) as receiver:
-                    async for chunk in leader.FetchSnapshot(request, timeout=_TRANSFER_S):
-                        receiver.feed(chunk)
+                    for first in range(0, count, MAX_CHUNKS_ASKED):
+                        request.chunks[:] = range(first, min(count, first + MAX_CHUNKS_ASKED))
+                        async for chunk in leader.FetchSnapshot(request, timeout=_TRANSFER_S):
+                            receiver.feed(chunk)
                     path = await asyncio.to_thread(receiver.finish)
                     await asyncio.to_thread(store.add, step, stage, path, sha256=receiver.sha256)
         store.prune(keep=KEPT_SNAPSHOTS)
