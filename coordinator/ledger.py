@@ -274,8 +274,9 @@ class StepLedger:
         agreed = {stage: books.agreed() for stage, books in self._stages.items()}
         return {stage: sums for stage, sums in agreed.items() if sums is not None}
 
-    def reduce_bytes(self) -> int:
-        return sum(p.reduce_bytes for b in self._stages.values() for p in b.prepared.values())
+    def prepares(self) -> list[PreparedFacts]:
+        """Of the rounds that stand."""
+        return [p for books in self._stages.values() for p in books.prepared.values()]
 
     def contributions(self) -> dict[Stage, dict[Incarnation, tuple[MicrobatchId, ...]]]:
         """Who computed what, by the frozen manifests; only when `committable`."""

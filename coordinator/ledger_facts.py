@@ -27,6 +27,10 @@ class ReceiptFacts:
     loss_sum: float | None = None
     busy_s: float = 0.0
     boundary_bytes: int = 0
+    forward_bytes: int | None = None
+    """Of `boundary_bytes`, what went to the next stage; None where nothing did."""
+    backward_bytes: int | None = None
+    """What went to the stage before."""
     digest: int = 0
     """Of the tensors and the loss that came of it; 0 says nothing."""
 
@@ -47,6 +51,8 @@ class PreparedFacts:
     sums_digest: int
     squared_norms: tuple[float, ...]
     reduce_bytes: int = 0
+    share_bytes: tuple[tuple[int, int], ...] = ()
+    """(boundary, bytes) of the other sides' shares that it has fetched."""
 
     @property
     def sums(self) -> tuple[int, tuple[float, ...]]:

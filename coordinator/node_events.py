@@ -2,6 +2,7 @@
 """What a node reports, checked against the books and entered there."""
 
 import math
+from typing import Literal
 
 from shoal.coordinator import commands
 from shoal.coordinator.broken_links import whom_to_fence
@@ -26,6 +27,8 @@ from shoal.protocol.spec import FaultSpec
 
 _MAX_FAILURES = 3
 _MAX_TEXT = 200
+_MAX_BYTES = 1 << 40
+"""More than this in one report is a lie; sums of what is less fit the history's columns."""
 
 
 class NodeEvents:
@@ -164,6 +167,10 @@ class NodeEvents:
         opened = self._runner.opened
         if opened is None or not self._runner.is_open(receipt.step, receipt.attempt):
             raise FencedError(f"receipt of step {receipt.step}, attempt {receipt.attempt}")
+        if receipt.boundary_bytes > _MAX_BYTES:
+            raise MalformedFrameError(
+                f"{receipt.boundary_bytes:,} bytes are claimed for one microbatch"
+            )
         if receipt.has_loss and not math.isfinite(receipt.loss_sum):
             self._runner.numbers.on_loss(session, receipt)
             return
@@ -174,6 +181,8 @@ class NodeEvents:
             loss_sum=receipt.loss_sum if receipt.has_loss else None,
             busy_s=sane(receipt.busy_s),
             boundary_bytes=receipt.boundary_bytes,
+            forward_bytes=_claimed(receipt, "forward_bytes"),
+            backward_bytes=_claimed(receipt, "backward_bytes"),
             digest=receipt.digest,
         )
         if opened.ledger.record_receipt(facts):
@@ -205,6 +214,9 @@ class NodeEvents:
             raise FencedError(f"prepared step {prepared.step}, attempt {prepared.attempt}")
         if any(norm < 0 for norm in prepared.squared_norms):
             raise MalformedFrameError("a squared norm is negative")
+        if prepared.reduce_bytes > _MAX_BYTES:
+            raise MalformedFrameError(f"{prepared.reduce_bytes:,} bytes are claimed for one sum")
+        self._check_shares(session, prepared)
         if prepared.term != self._terms.term:
             raise FencedError(f"prepared in term {prepared.term}; this is {self._terms.term}")
         if not all(math.isfinite(norm) for norm in prepared.squared_norms):
@@ -217,11 +229,20 @@ class NodeEvents:
                 sums_digest=prepared.sums_digest,
                 squared_norms=tuple(prepared.squared_norms),
                 reduce_bytes=prepared.reduce_bytes,
+                share_bytes=tuple(prepared.share_bytes.items()),
             )
         )
         if counts:
             self._runner.watch.summed(session, self._log.clock())
             self._runner.progressed()
+
+    def _check_shares(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
+        assert session.stage is not None, "an incarnation has a stage"
+        for boundary, num_bytes in prepared.share_bytes.items():
+            if boundary not in (session.stage - 1, session.stage) or num_bytes > _MAX_BYTES:
+                raise MalformedFrameError(
+                    f"{num_bytes:,} bytes of shares are claimed at boundary {boundary}"
+                )
 
     def _on_bad_sums(self, session: Session, prepared: coordinator_pb2.Prepared) -> None:
         opened = self._runner.opened
@@ -334,3 +355,10 @@ class NodeEvents:
                 f"releases {len(release.microbatches)} microbatches of a step that has fewer"
             )
         self._runner.release(session, release.microbatches)
+
+
+def _claimed(
+    receipt: coordinator_pb2.Receipt, leg: Literal["forward_bytes", "backward_bytes"]
+) -> int | None:
+    """What a receipt says of a leg: no more than it says of both."""
+    return min(getattr(receipt, leg), receipt.boundary_bytes) if receipt.HasField(leg) else None

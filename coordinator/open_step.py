@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.coordinator.boundary_traffic import SYNCHRONIZATION, traffic
 from shoal.coordinator.ledger import StepLedger, exact_sum, loss_of
 from shoal.coordinator.state import StepCommitted
 from shoal.protocol.ids import Incarnation, Stage
@@ -46,6 +47,8 @@ def step_record(spec: RunSpec, opened: OpenStep, *, now_s: float) -> StepCommitt
     training = range(ledger.num_microbatches)
     validation = range(len(training), len(training) + ledger.num_validation)
 
+    crossed = traffic(ledger.receipts.values(), ledger.prepares(), ledger.num_stages)
+
     def mean_loss(ids: range) -> float:
         return loss_of(ledger.receipts, ids, stages[-1]) / (tokens * len(ids))
 
@@ -65,8 +68,10 @@ def step_record(spec: RunSpec, opened: OpenStep, *, now_s: float) -> StepCommitt
         contributions=tuple(
             {who: tuple(ids) for who, ids in contributions[s].items()} for s in stages
         ),
-        boundary_bytes=sum(r.boundary_bytes for r in ledger.receipts.values()),
-        reduce_bytes=ledger.reduce_bytes(),
+        boundary_bytes=sum(r.boundary_bytes for r in ledger.receipts.values())
+        + sum(crossed.get(SYNCHRONIZATION, ())),
+        reduce_bytes=sum(p.reduce_bytes for p in ledger.prepares()),
+        traffic=crossed,
         seconds=max(0.0, now_s - opened.opened_s),
     )
 

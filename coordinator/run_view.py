@@ -2,38 +2,41 @@
 """What people see of a run, made from the conductor's books."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from shoal.coordinator import step_row
+from shoal.coordinator.boundary_traffic import bf16_bytes, by_boundary
 from shoal.coordinator.conductor import Conductor
 from shoal.coordinator.dashboard.views import (
+    BackOffView,
+    BoundaryView,
     EventLine,
-    NodeState,
-    NodeView,
+    RecoveryView,
+    ReplayView,
     RunState,
     RunView,
     SpecSummary,
     StageView,
     StandbyView,
     StepPoint,
+    TrafficView,
     thin_history,
 )
 from shoal.coordinator.history import StepHistory
-from shoal.coordinator.sessions import Session
+from shoal.coordinator.node_views import NodeViews
+from shoal.coordinator.recovered import Recovery
 from shoal.coordinator.state import RunState as DurableState
 from shoal.coordinator.state import StepCommitted
 from shoal.coordinator.step_row import StepRow
 from shoal.coordinator.step_runner import Phase
+from shoal.coordinator.step_scale import ScaleHistory
 from shoal.protocol.costs import run_parameters
 from shoal.protocol.ids import PeerId
-from shoal.protocol.spec import ResolvedRun, StageSpec
+from shoal.protocol.spec import ResolvedRun, RunSpec, StageSpec
 
 _SPEED_STEPS = 5
 """Tokens per second are a mean over so many steps."""
-
-_MAX_CACHED = 10_000
 
 
 def audit(run: ResolvedRun, records: Sequence[StepCommitted]) -> tuple[int, int]:
@@ -71,6 +74,22 @@ def stage_parts(stage: StageSpec) -> tuple[str, str]:
     return layers, " + ".join(parts)
 
 
+def boundaries(spec: RunSpec, traffic: Mapping[str, tuple[int, ...]]) -> list[BoundaryView]:
+    """Of a step with this traffic (`StepCommitted`)."""
+    return [
+        BoundaryView(
+            from_stage=boundary,
+            to_stage=boundary + 1,
+            traffic=[
+                TrafficView(kind=kind, encoded_bytes=size, bf16_bytes=bf16_bytes(spec, kind))
+                for kind, size in by_kind.items()
+            ],
+        )
+        for boundary, by_kind in enumerate(by_boundary(traffic, spec.pipeline.stages))
+        if by_kind
+    ]
+
+
 class ConductorView:
     """The dashboard's `ViewSource`."""
 
@@ -82,8 +101,7 @@ class ConductorView:
         self._ended_s: float | None = None
         self._compacted = 0  # rows of the history when the following was begun
         self._audited = (0, 0, 0)  # (records, missing, double)
-        self._counted: tuple[int, Counter[PeerId]] = (0, Counter())
-        self._earlier: dict[PeerId, int] = {}  # slots in the history
+        self._nodes = NodeViews(conductor)
 
     async def changed(self, after_version: int) -> int:
         while self._conductor.version <= after_version:
@@ -118,15 +136,15 @@ class ConductorView:
         earlier = conductor.history.totals
         records = new_records(state, conductor.history)
         if self._compacted != earlier.num_steps:
-            self._compacted, self._earlier = earlier.num_steps, {}
-            self._audited, self._counted = (0, 0, 0), (0, Counter())
+            self._compacted, self._audited = earlier.num_steps, (0, 0, 0)
         newest = records[-1] if records else None
         missing, double = self._audit(records)
         now_s = conductor.clock()
         if conductor.ended and self._ended_s is None:
             self._ended_s = now_s
-        nodes = self._nodes(records)
+        nodes = self._nodes.views(records, now_s)
         ledger = conductor.ledger
+        join_link = None if conductor.ended else self._make_link()
         validated = [r.validation_loss for r in records if r.validation_loss is not None]
         return RunView(
             run_id=run.run_id,
@@ -181,19 +199,40 @@ class ConductorView:
                 EventLine(time_s=time_s, kind=kind, text=text)
                 for time_s, kind, text in conductor.events
             ],
+            boundaries=boundaries(spec, newest.traffic) if newest else [],
             log_bytes=sum(s.heartbeat.log_bytes for s in conductor.sessions.values()),
+            log_budget_bytes=spec.fault.boundary_log_mb * 10**6,
+            replaying=self._replaying(now_s),
             replays=state.recovered.replays,
             replay_seconds=state.recovered.replay_seconds,
             replay_bytes=state.recovered.replay_bytes,
             rollbacks=state.recovered.rollbacks,
             rollback_seconds=state.recovered.rollback_seconds,
+            recoveries=[_recovery(recovery) for recovery in state.recovered.recent],
+            back_offs=_back_offs(state.scales),
+            coordinator="" if join_link is None else urlsplit(join_link).netloc,
             term=conductor.terms.term,
             leads=conductor.terms.leads and conductor.deposed is None,
             standbys=self._standbys(),
             weights_digest=state.weights_sha256,
             snapshot_step=state.snapshot_step or None,
-            join_link=None if conductor.ended else self._make_link(),
+            join_link=join_link,
         )
+
+    def _replaying(self, now_s: float) -> list[ReplayView]:
+        return [
+            ReplayView(
+                stage=s.replay.plan.stage,
+                node=s.name,
+                from_step=s.replay.plan.base_step,
+                to_step=s.replay.plan.to_step,
+                step=s.replay.step,
+                seconds=max(0.0, now_s - s.assigned_s),
+                log_bytes=s.replay.log_bytes,
+            )
+            for s in self._conductor.sessions.values()
+            if s.replay is not None
+        ]
 
     def _standbys(self) -> list[StandbyView]:
         conductor = self._conductor
@@ -232,82 +271,31 @@ class ConductorView:
         self._audited = (len(records), missing + fresh[0], double + fresh[1])
         return self._audited[1:]
 
-    def _contributions(self, records: Sequence[StepCommitted]) -> Counter[PeerId]:
-        count, counted = self._counted
-        peers = self._conductor.state.peers
-        for record in records[count:]:
-            for stage in record.contributions:
-                for incarnation, ids in stage.items():
-                    counted[peers[incarnation]] += len(ids)
-        self._counted = (len(records), counted)
-        return counted
 
-    def _slots(self, peer_id: PeerId) -> int:
-        if peer_id not in self._earlier:
-            if len(self._earlier) > _MAX_CACHED:
-                self._earlier.clear()
-            self._earlier[peer_id] = self._conductor.history.slots_of(peer_id)
-        return self._earlier[peer_id]
-
-    def _nodes(self, records: Sequence[StepCommitted]) -> list[NodeView]:
-        conductor = self._conductor
-        fresh = self._contributions(records)
-        total = conductor.history.totals.counted + sum(fresh.values()) or 1
-        sessions = [
-            *((s, False) for s in conductor.sessions.values()),
-            *((s, True) for s in conductor.gone.values()),
-        ]
-        contributed = {s.peer_id: fresh[s.peer_id] + self._slots(s.peer_id) for s, _ in sessions}
-        return [
-            NodeView(
-                peer_id=s.peer_id,
-                name=s.name,
-                incarnation=s.last_incarnation,
-                stage=s.last_stage if gone else s.stage,
-                state=self._node_state(s, gone=gone),
-                tier=_tier(s),
-                device=s.hello.hardware.device or "cpu",
-                device_name=s.hello.hardware.device_name,
-                pid=s.hello.pid,
-                address=s.hello.address,
-                queue_depth=s.heartbeat.queue_depth,
-                microbatches_per_s=s.speed,
-                memory_bytes=s.heartbeat.memory_bytes,
-                bytes_sent=s.heartbeat.bytes_sent,
-                bytes_received=s.heartbeat.bytes_received,
-                waiting_for="" if gone else _waits_for(s),
-                contributed_microbatches=contributed[s.peer_id],
-                contributed_share=contributed[s.peer_id] / total,
-                last_seen_s=s.last_heartbeat_s,
-                discovered_peers=s.heartbeat.discovered_peers,
-                log_bytes=s.heartbeat.log_bytes,
-                marks=conductor.marks[s.peer_id],
-            )
-            for s, gone in sorted(sessions, key=lambda pair: pair[0].attached_s)
-        ]
-
-    def _node_state(self, session: Session, *, gone: bool) -> NodeState:
-        if gone:
-            went = session.farewell is not None or session.dismissed or self._conductor.ended
-            return "left" if went else "fenced"
-        if session.state == "attached":
-            return "joining"
-        if session.state == "ready" and self._conductor.phase in (Phase.STEP, Phase.APPLYING):
-            ledger = self._conductor.ledger
-            if ledger is not None and ledger.participates(session.incarnation):
-                return "training"
-        return session.state
+def _recovery(recovery: Recovery) -> RecoveryView:
+    return RecoveryView(
+        kind="rollback" if recovery.stage is None else "replay",
+        time_s=recovery.time_s,
+        stage=recovery.stage,
+        from_step=recovery.from_step,
+        to_step=recovery.to_step,
+        seconds=recovery.seconds,
+        log_bytes=recovery.log_bytes,
+        reason=recovery.reason,
+    )
 
 
-def _waits_for(session: Session) -> str:
-    leaves = session.last_wait if session.farewell is not None else ""
-    return session.placement or leaves or session.heartbeat.waiting_for
-
-
-def _tier(session: Session) -> Literal["", "worker", "holder"]:
-    if session.state not in ("ready", "leaving"):
-        return ""
-    return "holder" if session.tier == "holder" else "worker"
+def _back_offs(scales: ScaleHistory) -> BackOffView | None:
+    if scales.last_back_off is None:
+        return None
+    in_fp16 = bool(scales.used) and scales.used[-1].loss_scale != 1.0
+    return BackOffView(
+        count=scales.back_offs,
+        step=scales.last_back_off.step,
+        reason=scales.last_back_off.reason,
+        loss_scale=scales.next.loss_scale if in_fp16 else 1.0,
+        coarser_bits=scales.next.coarsen,
+    )
 
 
 def _point(record: StepCommitted | StepRow) -> StepPoint:

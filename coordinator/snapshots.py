@@ -104,6 +104,10 @@ class SnapshotStore:
         path = folder / f".stage-{stage}.{secrets.token_hex(4)}.incoming"
         return StateReceiver(path, StateExpectation.of(self._run, stage, step).max_bytes)
 
+    def partial_path(self, step: int, stage: int) -> Path:
+        """For a state that comes in chunks and may be resumed. Give the whole one to `add`."""
+        return self._step_folder(Step(step)) / f".stage-{stage}.partial"
+
     def add(
         self,
         step: int,

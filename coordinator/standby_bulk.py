@@ -9,7 +9,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,12 @@ from shoal.coordinator.data.shards import shard_path
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.standby_copy import StandbyCopy
 from shoal.protocol.atomic_file import fsync_folder, storage_error
-from shoal.protocol.errors import MalformedFrameError, ShoalError
+from shoal.protocol.errors import MalformedFrameError, ShoalError, TruncatedStreamError
 from shoal.protocol.identity import NodeIdentity, TlsKey
 from shoal.protocol.proto import coordinator_pb2, coordinator_pb2_grpc, peer_pb2
 from shoal.protocol.rpc import Credentials, backoff, error_from_rpc
-from shoal.protocol.state_file import StateReceiver
+from shoal.protocol.state_chunks import MAX_CHUNKS_ASKED, PartialState, check_description
+from shoal.protocol.state_file import StateExpectation, StateReceiver
 
 if TYPE_CHECKING:
     from shoal.protocol.proto.coordinator_pb2_grpc import CoordinatorAsyncStub
@@ -112,18 +113,57 @@ class BulkCopy:
                 self._copy.found_intact(sha256)
 
     async def _fetch_snapshot(self, store: SnapshotStore, step: int) -> None:
-        """The states at `step` that are missing yet; those that came before a broken connection
-        stay. Raises `ShoalError`."""
-        run_id = self._copy.run.run_id
+        """The states at `step` that are missing yet; what came before a broken connection stays.
+        Raises `ShoalError`."""
         async with self._reach() as leader:
             for stage in store.missing(step):
-                request = peer_pb2.StateRequest(run_id=run_id, stage=stage, step=step)
-                with store.receiver(step, stage) as receiver:
-                    async for chunk in leader.FetchSnapshot(request, timeout=_TRANSFER_S):
-                        receiver.feed(chunk)
-                    path = await asyncio.to_thread(receiver.finish)
-                    await asyncio.to_thread(store.add, step, stage, path, sha256=receiver.sha256)
+                await self._fetch_stage(leader, store, step, stage)
         store.prune(keep=KEPT_SNAPSHOTS)
+
+    async def _fetch_stage(
+        self, leader: "CoordinatorAsyncStub", store: SnapshotStore, step: int, stage: int
+    ) -> None:
+        run = self._copy.run
+        request = peer_pb2.StateRequest(run_id=run.run_id, stage=stage, step=step)
+        description = await leader.DescribeSnapshot(request, timeout=_TRANSFER_S)
+        check_description(description, max_bytes=StateExpectation.of(run, stage, step).max_bytes)
+        path = store.partial_path(step, stage)
+        with await asyncio.to_thread(PartialState, path, description) as partial:
+            wanted = [index for index in range(partial.num_chunks) if index not in partial.have]
+            for first in range(0, len(wanted), MAX_CHUNKS_ASKED):
+                asked = wanted[first : first + MAX_CHUNKS_ASKED]
+                request.chunks[:] = asked
+                await _bring(leader.FetchSnapshot(request, timeout=_TRANSFER_S), asked, partial)
+        await asyncio.to_thread(_make_durable, path)
+        await asyncio.to_thread(store.add, step, stage, path)
+
+
+async def _bring(
+    pieces: AsyncIterable[peer_pb2.StateChunk], asked: Sequence[int], partial: PartialState
+) -> None:
+    """Raises `TruncatedStreamError`, `MalformedFrameError`, `ChecksumError`, `StorageError`."""
+    incoming = aiter(pieces)
+    for index in asked:
+        data, length = bytearray(), partial.length(index)
+        while len(data) < length:
+            piece = await anext(incoming, None)
+            if piece is None:
+                raise TruncatedStreamError(f"the leader ended within chunk {index} of a snapshot")
+            in_place = piece.offset == partial.offset(index) + len(data)
+            if not in_place or not 0 < len(piece.data) <= length - len(data):
+                raise MalformedFrameError(
+                    f"{len(piece.data)} bytes at {piece.offset}, within chunk {index}"
+                )
+            data += piece.data
+        await asyncio.to_thread(partial.write, index, data)
+
+
+def _make_durable(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_error(path, error) from error
 
 
 def worth_fetching(have: Sequence[int], offered: Sequence[int]) -> list[int]:

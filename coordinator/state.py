@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from shoal.coordinator.boundary_sources import BoundarySources, Rebuilt
 from shoal.coordinator.quorum import Council
-from shoal.coordinator.recovered import Recovered
-from shoal.coordinator.step_scale import ScaleHistory, StepScale
+from shoal.coordinator.recovered import Recovered, Recovery
+from shoal.coordinator.step_scale import BackOffNote, ScaleHistory, StepScale
 from shoal.coordinator.timeline import Timeline
 from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import NOBODY, Incarnation, PeerId, Stage
@@ -87,6 +87,8 @@ class StepCommitted(Event):
     boundary_bytes: int
     reduce_bytes: int
     seconds: float
+    traffic: dict[str, tuple[int, ...]] = {}
+    """`boundary_bytes` by kind, and for each by boundary (coordinator/boundary_traffic.py)."""
     term: int = 0
     """The term in which it was committed; 0 in logs from before there were terms."""
     commits: int = 0
@@ -265,7 +267,8 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
             return replace(state, attempt=event.attempt, council=council, council_before=council)
         case NumbersBackedOff():
             scale = StepScale(event.loss_scale, event.coarsen)
-            return replace(state, scales=state.scales.after_back_off(scale))
+            back_off = BackOffNote(event.step, event.reason)
+            return replace(state, scales=state.scales.after_back_off(scale, back_off))
         case StepCommitted():
             # The first record of a step stands: a recomputed step must equal it. A log with a hole
             # is read as it is; `RunView.steps_lost` shows the hole.
@@ -298,14 +301,27 @@ def apply(event: AnyEvent, state: RunState) -> RunState:
                 state, snapshot_step=event.step, sources=state.sources.after_snapshot(event.step)
             )
         case RolledBack():
-            recovered = state.recovered.with_rollback(from_step=state.step, time_s=event.time_s)
+            recovered = state.recovered.with_rollback(
+                from_step=state.step,
+                to_step=event.to_step,
+                time_s=event.time_s,
+                reason=event.reason,
+            )
             return replace(state, step=event.to_step, attempt=0, recovered=recovered)
         case StageReplayed():
             rebuilt = Rebuilt(event.stage, event.peer_id, event.from_step + 1, event.to_step)
+            replayed = Recovery(
+                time_s=event.time_s,
+                stage=event.stage,
+                from_step=event.from_step,
+                to_step=event.to_step,
+                seconds=event.seconds,
+                log_bytes=event.log_bytes,
+            )
             return replace(
                 state,
                 sources=state.sources.with_rebuilt(rebuilt),
-                recovered=state.recovered.with_replay(event.seconds, event.log_bytes),
+                recovered=state.recovered.with_replay(replayed),
             )
         case Paused():
             return replace(state, paused=event.reason)

@@ -21,6 +21,7 @@ MAX_COARSEN = 24
 """Room for gradients 2^24 times larger than any sane one. Beyond that the run has diverged."""
 
 _MAX_CHANGES = 4096
+_MAX_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ class UsedScale:
 
 
 @dataclass(frozen=True, slots=True)
+class BackOffNote:
+    """For people."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleHistory:
     """Part of the run's state."""
 
@@ -50,6 +59,9 @@ class ScaleHistory:
     """Committed with the loss scale of `next` since it last changed."""
     used: tuple[UsedScale, ...] = ()
     """Ascending; an entry per change, the newest few thousand."""
+    back_offs: int = 0
+    """How often bad numbers made the run go on with a smaller or coarser scale."""
+    last_back_off: BackOffNote | None = None
 
     def after_commit(
         self, step: int, *, loss_scale: float, exponent: int, tokens_per_step: int
@@ -64,10 +76,13 @@ class ScaleHistory:
             good_steps += 1
         if good_steps >= GROWTH_STEPS and scale.loss_scale < MAX_LOSS_SCALE:
             scale, good_steps = replace(scale, loss_scale=2 * scale.loss_scale), 0
-        return ScaleHistory(scale, good_steps, used)
+        return replace(self, next=scale, good_steps=good_steps, used=used)
 
-    def after_back_off(self, scale: StepScale) -> "ScaleHistory":
-        return replace(self, next=scale, good_steps=0)
+    def after_back_off(self, scale: StepScale, back_off: BackOffNote) -> "ScaleHistory":
+        last = replace(back_off, reason=back_off.reason[:_MAX_REASON_CHARS])
+        return replace(
+            self, next=scale, good_steps=0, back_offs=self.back_offs + 1, last_back_off=last
+        )
 
     def since(self, step: int) -> "ScaleHistory":
         """Without what concerns only steps before `step`."""

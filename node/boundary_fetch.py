@@ -166,9 +166,10 @@ class BoundaryFetch:
         request = request_of(self._run.run_id, key, other)
         numel = mirrored_numel(self._run.spec)
         try:
-            return await _persistently(
+            share = await _persistently(
                 lambda: ask_for_share(self._channel(source.log, log), request, numel, name=log.name)
             )
+            return share.values
         except ShoalError as error:
             where = f"{log.name}'s log of step {commit.step}"
             raise BoundaryHoleError(f"{where}: {error}", log.peer_id) from None

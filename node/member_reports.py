@@ -2,7 +2,7 @@
 """What a member of a stage tells the coordinator, as events."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
@@ -60,7 +60,8 @@ class MemberReports:
 
     def receipt(self, microbatch: MicrobatchId, parts: Sequence[Computed]) -> None:
         """`parts` are what came of the microbatch; the last one holds the loss, if any does."""
-        loss_sum = parts[-1].loss_sum
+        *forwards, last = parts
+        loss_sum = last.loss_sum
         receipt = coordinator_pb2.Receipt(
             incarnation=self._incarnation,
             step=self.step,
@@ -70,12 +71,22 @@ class MemberReports:
             loss_sum=loss_sum or 0.0,
             has_loss=loss_sum is not None,
             busy_s=sum(part.busy_s for part in parts),
-            boundary_bytes=sum(len(p.payload) for p in parts if p.payload is not None),
+            boundary_bytes=_num_bytes(parts) or 0,
+            forward_bytes=_num_bytes(forwards),
+            backward_bytes=_num_bytes([last]),
             digest=_receipt_digest(parts),
         )
         self._send(coordinator_pb2.NodeEvent(receipt=receipt))
 
-    def prepared(self, round_number: int, sums: PreparedSums, *, reduce_bytes: int) -> None:
+    def prepared(
+        self,
+        round_number: int,
+        sums: PreparedSums,
+        *,
+        reduce_bytes: int,
+        share_bytes: Mapping[int, int],
+    ) -> None:
+        """`share_bytes`: what was fetched of the other sides' shares, by boundary."""
         prepared = coordinator_pb2.Prepared(
             incarnation=self._incarnation,
             step=self.step,
@@ -84,6 +95,7 @@ class MemberReports:
             sums_digest=sums.digest,
             squared_norms=sums.squared_norms,
             reduce_bytes=reduce_bytes,
+            share_bytes=share_bytes,
         )
         self._send(coordinator_pb2.NodeEvent(prepared=prepared))
 
@@ -134,6 +146,12 @@ class MemberReports:
         return trouble_event(
             kind, error, incarnation=self._incarnation, step=self.step, peer_id=peer_id
         )
+
+
+def _num_bytes(parts: Sequence[Computed]) -> int | None:
+    """Of encoded boundary tensors; None where there is none."""
+    sizes = [len(part.payload) for part in parts if part.payload is not None]
+    return sum(sizes) if sizes else None
 
 
 def _receipt_digest(parts: Sequence[Computed]) -> int:

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import grpc
 from torch import Tensor
@@ -33,6 +34,14 @@ _LEAST_BYTES_PER_S = 500_000
 _RETRY_LIMIT_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedShare:
+    values: Tensor
+    """Flat int64."""
+    num_bytes: int
+    """On the wire."""
+
+
 class ShareFetch:
     """One stage's. Channels stay open until `close`."""
 
@@ -59,8 +68,8 @@ class ShareFetch:
         """Whose share is on its way."""
         self.num_fetched = 0
 
-    async def fetch(self, wanted: Iterable[ShareKey]) -> dict[int, Tensor]:
-        """The other side's share, flat int64, by boundary.
+    async def fetch(self, wanted: Iterable[ShareKey]) -> dict[int, FetchedShare]:
+        """The other side's share by boundary.
 
         Asks replicas in turn until one answers: cancelled from outside when the round is.
         """
@@ -71,7 +80,7 @@ class ShareFetch:
             self.waits_for = NOBODY
         return {boundary: task.result() for boundary, task in tasks.items()}
 
-    async def _fetch(self, key: ShareKey) -> Tensor:
+    async def _fetch(self, key: ShareKey) -> FetchedShare:
         stage = key.boundary if self._stage != key.boundary else key.boundary + 1
         attempt = 0
         while True:
@@ -91,7 +100,7 @@ class ShareFetch:
             await asyncio.sleep(backoff(attempt, self._rng, limit_s=_RETRY_LIMIT_S))
             attempt += 1
 
-    async def _ask(self, member: types_pb2.Member, key: ShareKey, stage: int) -> Tensor:
+    async def _ask(self, member: types_pb2.Member, key: ShareKey, stage: int) -> FetchedShare:
         incarnation = Incarnation(member.incarnation)
         channel = self._channels.get(incarnation)
         if channel is None:
@@ -124,7 +133,7 @@ def request_of(run_id: str, key: ShareKey, stage: int) -> peer_pb2.ShareRequest:
 
 async def ask_for_share(
     channel: grpc.aio.Channel, request: peer_pb2.ShareRequest, numel: int, *, name: str
-) -> Tensor:
+) -> FetchedShare:
     """`numel` int64 values. Raises `BoundaryHoleError` where the node has no such share, and the
     `ShoalError` with which the call or its answer failed."""
 
@@ -149,9 +158,10 @@ async def ask_for_share(
         async for received in receive_tensors(messages, admit):
             if isinstance(received, RefusedTensor):
                 raise received.error
-            return await asyncio.to_thread(
+            values = await asyncio.to_thread(
                 integers.decode, received.header.codec, received.payload, numel
             )
+            return FetchedShare(values, received.header.payload_bytes)
     except grpc.aio.AioRpcError as rpc_error:
         raise error_from_rpc(rpc_error) from None
     raise BoundaryHoleError(f"{name} has no share of boundary {request.boundary}", "")

@@ -411,24 +411,29 @@ class StageMember:
             inbox=self.reduce_inbox,
             push=push_slice,
         )
-        totals = outcome.totals
+        totals, share_bytes = outcome.totals, dict[int, int]()
         if not shares_nothing:
-            totals = await self._exchange_shares(totals)
+            totals, share_bytes = await self._exchange_shares(totals)
         sums = await self.worker.prepare(totals)
         if self._log is not None:  # from here on the step may be committed without this node
             await self._log.settle()
         self.prepared = Prepared(command.step, command.attempt, totals, sums.digest)
-        self._reports.prepared(command.round, sums, reduce_bytes=outcome.bytes_sent)
+        self._reports.prepared(
+            command.round, sums, reduce_bytes=outcome.bytes_sent, share_bytes=share_bytes
+        )
 
-    async def _exchange_shares(self, totals: torch.Tensor) -> torch.Tensor:
-        """Totals with the neighbours' shares of what both sides of a boundary hold."""
+    async def _exchange_shares(self, totals: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
+        """Totals with the neighbours' shares of what both sides of a boundary hold; and how many
+        bytes these took, by boundary."""
         own = await self.worker.shares(totals)
         keys = {boundary: ShareKey(self._step, boundary, *self._scale) for boundary in own}
         packed = await asyncio.to_thread(lambda: {b: Share.of(own[b]) for b in own})
         self.share_desk.offer({keys[b]: share for b, share in packed.items()})
         self._log_sent(Sent("share", b, share.payload) for b, share in packed.items())
         others = await self._share_fetch.fetch(keys.values())
-        return await self.worker.add_shares(totals, others)
+        values = {boundary: share.values for boundary, share in others.items()}
+        num_bytes = {boundary: share.num_bytes for boundary, share in others.items()}
+        return await self.worker.add_shares(totals, values), num_bytes
 
     def _log_sent(self, shares: Iterable[Sent] = ()) -> None:
         """All of it: every microbatch of the manifest has been through its backward here."""

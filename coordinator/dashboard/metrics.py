@@ -40,8 +40,12 @@ _RUN_GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
      lambda v: sum(standby.connected for standby in v.standbys)),
     ("shoal_snapshot_step", "Step of the newest complete snapshot", lambda v: v.snapshot_step),
     ("shoal_boundary_log_bytes", "Bytes held by all boundary logs", lambda v: v.log_bytes),
+    ("shoal_boundary_log_budget_bytes", "What each node may use for its boundary log",
+     lambda v: v.log_budget_bytes),
     ("shoal_replays", "Lost stages that were replayed from logs", lambda v: v.replays),
     ("shoal_rollbacks", "Losses after which all stages went back", lambda v: v.rollbacks),
+    ("shoal_back_offs", "Steps redone with another scale for NaN or overflow",
+     lambda v: v.back_offs.count if v.back_offs is not None else 0),
     ("shoal_start_time_seconds", "Unix time of the launch", lambda v: v.started_s),
 )  # fmt: skip
 
@@ -83,7 +87,25 @@ class ViewCollector(Collector):
         for name in STATES:
             state.add_metric([*run, name], float(view.state == name))
         yield state
+        yield from _boundaries(view)
         yield from _nodes(view)
+
+
+def _boundaries(view: RunView) -> Iterator[Metric]:
+    labels = ["run", "boundary", "kind"]
+    sent = GaugeMetricFamily(
+        "shoal_boundary_bytes", "Encoded bytes over a boundary in the last step", labels=labels
+    )
+    plain = GaugeMetricFamily(
+        "shoal_boundary_bf16_bytes", "What the same tensors take in bf16", labels=labels
+    )
+    for boundary in view.boundaries:
+        for part in boundary.traffic:
+            values = [view.run_id, f"{boundary.from_stage}-{boundary.to_stage}", part.kind]
+            sent.add_metric(values, part.encoded_bytes)
+            if part.bf16_bytes is not None:
+                plain.add_metric(values, part.bf16_bytes)
+    yield from (sent, plain)
 
 
 def _nodes(view: RunView) -> Iterator[Metric]:

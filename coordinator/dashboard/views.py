@@ -86,6 +86,8 @@ class NodeView(_View):
     state: NodeState
     tier: Literal["", "worker", "holder"] = ""
     """worker: it has its stage's weights, and not yet the optimizer's state."""
+    leaves_within_s: MaybeNumber = None
+    """What is left of its grace; None for a node that stays, or that gave itself no bound."""
     device: Text = "cpu"
     device_name: Text = ""
     pid: Count = 0
@@ -106,6 +108,8 @@ class NodeView(_View):
     discovered_peers: Count = 0
     log_bytes: Count = 0
     """On its disk, of what it sent over boundaries since the newest snapshot."""
+    log_oldest_step: Count = 0
+    """With which its boundary log begins; 0 when that is empty."""
     marks: Count = 0
     """How often it sent something that was refused."""
 
@@ -123,12 +127,83 @@ class StageView(_View):
     nodes: list[NodeView] = []
 
 
-class LinkView(_View):
-    """What crossed the boundary between two neighbouring stages in the last step, both ways."""
+class TrafficView(_View):
+    """What crossed a boundary in a step, of one kind, as the nodes measured it."""
+
+    kind: Text
+    """forward: activations. backward: gradients with respect to them. synchronization: gradients of
+    what a learned codec holds on both sides."""
+    encoded_bytes: Count
+    bf16_bytes: Count | None = None
+    """What the same tensors take in plain bf16; None for a kind that only a codec needs."""
+
+
+class BoundaryView(_View):
+    """The cut between two neighbouring stages, in the last step: training microbatches, each
+    once."""
 
     from_stage: Count
     to_stage: Count
-    bytes_per_step: Count
+    traffic: list[TrafficView] = []
+    """Kinds that nobody reported are left out."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        return sum(part.encoded_bytes for part in self.traffic)
+
+
+class ReplayView(_View):
+    """A lost stage whose state is being computed again."""
+
+    stage: Count
+    node: Text
+    from_step: Count
+    """The snapshot's; 0 is the beginning."""
+    to_step: Count
+    step: Count
+    """How far it is."""
+    seconds: Number
+    """Since it was begun."""
+    log_bytes: Count = 0
+    """Read out of the neighbours' logs."""
+
+
+class RecoveryView(_View):
+    """A loss that was made good, by a replay or by going back."""
+
+    kind: Literal["replay", "rollback"]
+    time_s: Number
+    """Unix time at which the stage was held again, or the run went back."""
+    stage: Count | None = None
+    """None for a rollback: every stage went back."""
+    from_step: Count
+    """A replay began there; a rollback happened there."""
+    to_step: Count
+    """A replay reached it; a rollback went back to it."""
+    seconds: MaybeNumber = None
+    """That it took, up to the step that the run was at; None while a rollback is being caught up
+    with."""
+    log_bytes: Count = 0
+    reason: Text = ""
+
+    @property
+    def at_step(self) -> int:
+        """The step that the run was at when it happened."""
+        return self.to_step if self.kind == "replay" else self.from_step
+
+
+class BackOffView(_View):
+    """How often NaN or an overflow made the run redo a step with another scale, and what it has
+    come to."""
+
+    count: Count
+    step: Count
+    """Of the last one."""
+    reason: Text
+    loss_scale: Number
+    """Now; 1 while nobody computes in fp16."""
+    coarser_bits: Count
+    """Now: low bits of the gradient sums given up for range."""
 
 
 class StepPoint(_View):
@@ -200,13 +275,17 @@ class RunView(_View):
     stages: list[StageView] = []
     nodes: list[NodeView] = []
     """All nodes ever seen, also those without a stage and those that left."""
-    links: list[LinkView] | None = None
+    boundaries: list[BoundaryView] = []
+    """Empty before the first step, and with one stage."""
     history: list[StepPoint] = []
     """Ascending by step, at most `MAX_HISTORY`."""
     events: list[EventLine] = []
     """Newest last, at most `MAX_EVENTS`."""
     log_bytes: Count = 0
     """Of all boundary logs that are attached."""
+    log_budget_bytes: Count = 0
+    """That each node may use for its log; 0 keeps none."""
+    replaying: list[ReplayView] = []
     replays: Count = 0
     """Lost stages whose state was computed again out of their neighbours' logs."""
     replay_seconds: Number = 0.0
@@ -216,6 +295,12 @@ class RunView(_View):
     """Losses after which every stage went back to a snapshot."""
     rollback_seconds: Number = 0.0
     """Until the run was at its old step again."""
+    recoveries: list[RecoveryView] = []
+    """The newest last; a few dozen at most."""
+    back_offs: BackOffView | None = None
+    """None while there was none."""
+    coordinator: Text = ""
+    """host:port at which nodes join; empty once the run has ended."""
     term: Count = 0
     """In which the coordinator leads, or claims to."""
     leads: bool = True
@@ -261,22 +346,6 @@ def bounded(view: RunView) -> RunView:
 def public(view: RunView) -> RunView:
     """The view without what only the operator may see."""
     return view if view.join_link is None else view.model_copy(update={"join_link": None})
-
-
-def leadership_line(view: RunView) -> str:
-    """ "term 3 · standby 10.0.0.7:7001 (up to date)"; empty for a run that nobody stands by for."""
-    if view.leads and not view.standbys:
-        return ""
-    parts = [f"term {view.term}" + ("" if view.leads else ", not leading")]
-    for standby in view.standbys:
-        if not standby.connected:
-            state = "away"
-        elif standby.events_behind:
-            state = f"{standby.events_behind} events behind"
-        else:
-            state = "up to date"
-        parts.append(f"standby {standby.address} ({state})")
-    return " · ".join(parts)
 
 
 def update_after(view: RunView, last_step: int) -> RunView:

@@ -577,6 +577,8 @@ class Receipt(_message.Message):
     BUSY_S_FIELD_NUMBER: _builtins.int
     BOUNDARY_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    FORWARD_BYTES_FIELD_NUMBER: _builtins.int
+    BACKWARD_BYTES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
@@ -593,6 +595,11 @@ class Receipt(_message.Message):
     """XXH3-64 over the encoded tensors that came of it and the loss: whoever computes it again must
     get the same bits. 0 says nothing.
     """
+    forward_bytes: _builtins.int
+    """The parts of boundary_bytes: activations to the next stage, gradients to the one before. Unset
+    where nothing went that way.
+    """
+    backward_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -606,12 +613,21 @@ class Receipt(_message.Message):
         busy_s: _builtins.float = ...,
         boundary_bytes: _builtins.int = ...,
         digest: _builtins.int = ...,
+        forward_bytes: _builtins.int | None = ...,
+        backward_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_bytes", b"_backward_bytes", "_forward_bytes", b"_forward_bytes", "backward_bytes", b"backward_bytes", "forward_bytes", b"forward_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boundary_bytes", b"boundary_bytes", "busy_s", b"busy_s", "digest", b"digest", "has_loss", b"has_loss", "incarnation", b"incarnation", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_bytes", b"_backward_bytes", "_forward_bytes", b"_forward_bytes", "attempt", b"attempt", "backward_bytes", b"backward_bytes", "boundary_bytes", b"boundary_bytes", "busy_s", b"busy_s", "digest", b"digest", "forward_bytes", b"forward_bytes", "has_loss", b"has_loss", "incarnation", b"incarnation", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "stage", b"stage", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__backward_bytes: _TypeAlias = _typing.Literal["backward_bytes"]  # noqa: Y015
+    _WhichOneofArgType__backward_bytes: _TypeAlias = _typing.Literal["_backward_bytes", b"_backward_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__forward_bytes: _TypeAlias = _typing.Literal["forward_bytes"]  # noqa: Y015
+    _WhichOneofArgType__forward_bytes: _TypeAlias = _typing.Literal["_forward_bytes", b"_forward_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__backward_bytes) -> _WhichOneofReturnType__backward_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forward_bytes) -> _WhichOneofReturnType__forward_bytes | None: ...
 
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
@@ -621,6 +637,26 @@ class Prepared(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ShareBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INCARNATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -629,6 +665,7 @@ class Prepared(_message.Message):
     SQUARED_NORMS_FIELD_NUMBER: _builtins.int
     REDUCE_BYTES_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    SHARE_BYTES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
@@ -643,6 +680,12 @@ class Prepared(_message.Message):
     def squared_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Squared norm of each tensor's normalised gradient, in the stage's tensor order."""
 
+    @_builtins.property
+    def share_bytes(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """By boundary: bytes of the other side's share that the node has fetched. Empty where stages
+        share nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -654,10 +697,11 @@ class Prepared(_message.Message):
         squared_norms: _abc.Iterable[_builtins.float] | None = ...,
         reduce_bytes: _builtins.int = ...,
         term: _builtins.int = ...,
+        share_bytes: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reduce_bytes", b"reduce_bytes", "round", b"round", "squared_norms", b"squared_norms", "step", b"step", "sums_digest", b"sums_digest", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reduce_bytes", b"reduce_bytes", "round", b"round", "share_bytes", b"share_bytes", "squared_norms", b"squared_norms", "step", b"step", "sums_digest", b"sums_digest", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

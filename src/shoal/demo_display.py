@@ -5,7 +5,7 @@ import contextlib
 
 from shoal.coordinator.dashboard.views import RunView
 from shoal.protocol.terminal import Terminal
-from shoal.status import human_bytes
+from shoal.units import human_bytes
 
 
 class Display:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from shoal.coordinator.dashboard.views import RunView, StepPoint
-from shoal.status import human_bytes
+from shoal.units import human_bytes
 
 
 @dataclass(slots=True)

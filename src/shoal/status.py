@@ -16,53 +16,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.coordinator.dashboard.views import NodeView, RunView, leadership_line, seconds_left
+from shoal.coordinator.dashboard.views import RunView, seconds_left
+from shoal.node_table import NodeTable
 from shoal.protocol.errors import ProtocolError, UnreachableError
+from shoal.status_lines import boundary_lines, safeguard_lines
+from shoal.units import human_bytes, human_count, human_seconds
 
 MAX_VIEW_BYTES = 16 * 2**20
-MAX_SHOWN_NODES = 64
 RECENT_EVENTS = 5
 
 _RUN_STYLE = {
     "waiting": "yellow", "training": "cyan", "paused": "yellow", "draining": "yellow",
     "finished": "green", "failed": "red",
 }  # fmt: skip
-_NODE_STYLE = {
-    "joining": "yellow", "copying": "yellow", "warming": "yellow", "training": "cyan",
-    "ready": "green", "paused": "bright_black", "leaving": "yellow", "left": "bright_black",
-    "fenced": "red",
-}  # fmt: skip
-
-
-def human_bytes(count: float) -> str:
-    """Decimal units, three digits: "1.25 MB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    if unit == "B":
-        return f"{count:.0f} B"
-    return f"{count:.{2 if count < 10 else 1 if count < 100 else 0}f} {unit}"
-
-
-def human_count(count: float) -> str:
-    """ "6.52 M"; plain below ten thousand."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if count >= size:
-            return f"{count / (1e3 if unit == 'k' else size):.3g} {unit}"
-    return f"{count:,.0f}"
-
-
-def human_seconds(seconds: float) -> str:
-    """ "4 min 12 s"; the two largest units."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def render_status(view: RunView) -> RenderableType:
@@ -70,9 +36,13 @@ def render_status(view: RunView) -> RenderableType:
     parts: list[RenderableType] = [_headline(view), _progress(view), _numbers(view)]
     if view.waiting_for:
         parts.append(Text(f"Waiting: {view.waiting_for}", style="bold yellow"))
-    if leadership := leadership_line(view):
-        parts.append(Text(f"Coordinator: {leadership}", style="bright_black"))
-    parts.append(Padding(_nodes(view), (1, 0, 0, 0)))
+    parts.append(Padding(NodeTable(view), (1, 0, 0, 0)))
+    notes = [*boundary_lines(view.boundaries), *safeguard_lines(view)]
+    if notes:
+        grid = Table.grid(padding=(0, 2))
+        for label, text in notes:
+            grid.add_row(Text(label), Text(text, style="bright_black"))
+        parts.append(Padding(grid, (1, 0, 0, 0)))
     if view.events:
         log = Table.grid(padding=(0, 2))
         for line in view.events[-RECENT_EVENTS:]:
@@ -151,55 +121,7 @@ def _numbers(view: RunView) -> Text:
     ]
     if view.snapshot_step is not None:
         fields.append(f"snapshot at step {view.snapshot_step}")
-    if view.log_bytes:
-        fields.append(f"logs {human_bytes(view.log_bytes)}")
-    if view.replays:
-        fields.append(
-            f"{view.replays} replays ({view.replay_seconds:.1f} s, "
-            f"{human_bytes(view.replay_bytes)} of logs)"
-        )
-    if view.rollbacks:
-        fields.append(f"{view.rollbacks} rollbacks ({view.rollback_seconds:.1f} s)")
     return Text(f"{first_line}\n{' · '.join(fields)}")
-
-
-def _nodes(view: RunView) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bright_black", expand=True)
-    table.add_column("stage", no_wrap=True, overflow="ellipsis")
-    table.add_column("node", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for name in ("queue", "speed", "done", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
-    rows: list[tuple[str, NodeView | None]] = []
-    for stage in view.stages:
-        label = f"{stage.stage}  {stage.parts}"
-        rows.extend((label if i == 0 else "", node) for i, node in enumerate(stage.nodes))
-        if not stage.nodes:
-            rows.append((label, None))
-    staged = {node.peer_id for stage in view.stages for node in stage.nodes}
-    others = [n for n in view.live_nodes if n.peer_id not in staged]
-    rows.extend(("no stage yet" if i == 0 else "", node) for i, node in enumerate(others))
-    for label, node in rows[:MAX_SHOWN_NODES]:
-        if node is None:
-            table.add_row(Text(label), Text("nobody", style="yellow"))
-            continue
-        note = node.waiting_for or node.device_name
-        if node.marks:
-            note = f"{node.marks} refused messages · {note}"
-        table.add_row(
-            Text(label),
-            Text(node.name),
-            Text(node.state, style=_NODE_STYLE[node.state]),
-            str(node.queue_depth),
-            f"{node.microbatches_per_s:.2f}/s" if node.microbatches_per_s else "–",
-            f"{node.contributed_microbatches:,}",
-            f"{node.contributed_share:.0%}",
-            Text(note, style="bright_black"),
-        )
-    if len(rows) > MAX_SHOWN_NODES:
-        table.add_row("", Text(f"and {len(rows) - MAX_SHOWN_NODES} more"))
-    return table
 
 
 async def fetch_view(

@@ -148,6 +148,7 @@ async def test_page_is_whole_readable_and_fits(
         fake.waiting_view(),
         fake.training_view(200, state="finished"),
         fake.crowded_view(),
+        fake.troubled_view(),
     ):
         page = await served.open(view, size=size, scheme=scheme)
         width = await page.evaluate("document.documentElement.scrollWidth")
@@ -171,9 +172,77 @@ async def test_training_page_shows_nodes_numbers_and_events(served: Served) -> N
     staged = [node.name for stage in fake.training_view().stages for node in stage.nodes]
     assert names == staged
     assert "keen-wren fell silent at step 61" in await text(page, "#events")
-    assert "8.39 MB" in await text(page, "#pipeline")
+    assert "6.42 MB" in await text(page, "#pipeline")
     assert await page.locator("#work li").count() == 7
     assert await page.get_attribute("#bar", "aria-valuenow") == "132"
+
+
+async def test_bytes_of_each_boundary_stand_beside_what_bf16_would_take(served: Served) -> None:
+    page = await served.open(fake.training_view())
+    cells = await page.locator("#traffic-rows tr > *").all_text_contents()
+    assert [cells[i : i + 5] for i in range(0, len(cells), 5)] == [
+        ["0–1", "forward", "", "2.23 MB", "4.19 MB"],
+        ["", "backward", "", "4.19 MB", "4.19 MB"],
+        ["1–2", "forward", "", "2.23 MB", "4.19 MB"],
+        ["", "backward", "", "4.19 MB", "4.19 MB"],
+    ]
+    assert "1.3 times fewer than in bf16" in await text(page, "#traffic-note")
+    page = await served.open(fake.training_view(boundaries=[]))
+    assert await page.locator("#traffic").is_hidden()
+    assert await page.locator("#key-bf16").is_hidden()
+
+
+async def test_losses_and_safeguards_are_told_only_where_there_are_any(served: Served) -> None:
+    page = await served.open(fake.training_view())
+    assert await page.locator("#recoveries").is_hidden()
+    assert await page.locator("#replaying li").count() == 0
+    for absent in ("Replays", "Rollbacks", "Numbers", "Standby", "Boundary logs"):
+        assert absent not in await text(page, "#safeguards")
+    page = await served.open(fake.troubled_view())
+    assert "computes stage 1 again: 17 of 31 steps" in await text(page, "#replaying")
+    for told in (
+        "10.0.0.5:7600 leads in term 3",
+        "10.0.0.7:7601: follows, 2 events behind",
+        "10.0.0.9:7601: away",
+        "at most 1.02 GB at each node",
+        "2 back-offs, the last in step 90",
+    ):
+        assert told in await text(page, "#safeguards")
+    recoveries = await page.locator("#recoveries li span").all_text_contents()
+    assert recoveries[0].startswith("the run went back from step 130 to 100; not caught up yet")
+    assert recoveries[1] == "stage 1 was replayed from step 60 to 84, 12.4 s, 96.0 MB of logs"
+    pipeline = await text(page, "#pipeline")
+    assert "21 s of its grace left" in pipeline
+    assert "holder · log 48.0 MB from step 101" in pipeline
+    assert served.problems == []
+
+
+RINGS = """() => {
+  const canvas = document.querySelector("#chart-loss canvas");
+  const coral = getComputedStyle(document.documentElement).getPropertyValue("--coral").trim();
+  const [r, g, b] = coral.match(/\\w\\w/g).map((hex) => parseInt(hex, 16));
+  const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let painted = 0;
+  for (let i = 0; i < data.length; i += 4) {
+    painted += Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 24;
+  }
+  return painted;
+}"""
+
+
+async def test_many_validation_points_are_a_line_and_few_are_rings(served: Served) -> None:
+    few = [fake.point(step) for step in range(1, 132)]
+    many = [
+        point.model_copy(update={"validation_loss": point.loss + 0.3})
+        for point in map(fake.point, range(1, 801))
+    ]
+    page = await served.open(fake.training_view(history=few))
+    assert "dot" in (await page.get_attribute("#key-validation", "class") or "")
+    page = await served.open(fake.training_view(800, history=many, total_steps=1000))
+    assert "dot" not in (await page.get_attribute("#key-validation", "class") or "")
+    width = await page.evaluate("document.querySelector('#chart-loss canvas').width")
+    # A line of 1.5 pixels, not a band of rings that are 7 high.
+    assert await page.evaluate(RINGS) < 5 * width
 
 
 async def test_waiting_page_says_why_in_a_banner(served: Served) -> None:

@@ -16,9 +16,6 @@ from shoal.protocol.errors import ProtocolError, UnreachableError
 from shoal.status import (
     MAX_VIEW_BYTES,
     fetch_view,
-    human_bytes,
-    human_count,
-    human_seconds,
     plain_line,
     render_status,
     watch,
@@ -48,29 +45,57 @@ def drawn(view: object, *, width: int = 120) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_units_read_well() -> None:
-    assert [human_bytes(n) for n in (0, 999, 1500, 16_780_000, 3.98e9, 5e15)] == [
-        "0 B", "999 B", "1.50 kB", "16.8 MB", "3.98 GB", "5000 TB",
-    ]  # fmt: skip
-    assert [human_count(n) for n in (8192, 65_536, 6_520_000, 7e9)] == [
-        "8,192", "65.5 k", "6.52 M", "7 B",
-    ]  # fmt: skip
-    assert [human_seconds(s) for s in (-1, 59.6, 252, 7260, 90_000)] == [
-        "0 s", "1 min 0 s", "4 min 12 s", "2 h 1 min", "1 d 1 h",
-    ]  # fmt: skip
-
-
 def test_one_screen_shows_stages_nodes_and_progress() -> None:
     view = fake.training_view()
     screen = drawn(view)
     for text in ("stdlib-small", "training", "step 132 of 200", "29 of 48 receipts", "loss 3.450",
                  "embedding + layers 0–1", "no stage yet", "16.8 MB boundary", "left",
-                 "lost 0 steps, missing 0, double 0"):  # fmt: skip
+                 "lost 0 steps, missing 0, double 0", "boundary 1–2",
+                 "2.23 MB a step forward (bf16 4.19 MB), 4.19 MB backward"):  # fmt: skip
         assert text in screen
     for node in view.live_nodes:
         assert node.name in screen
     assert view.nodes[6].name not in screen  # it left
     assert len(screen.splitlines()) <= 24
+
+
+def test_a_quiet_run_says_nothing_of_losses() -> None:
+    screen = drawn(fake.training_view())
+    for absent in ("replay", "rollback", "boundary logs", "numbers", "coordinator", "grace"):
+        assert absent not in screen
+
+
+def test_losses_and_who_stands_by_are_told_in_plain_words() -> None:
+    screen = drawn(fake.troubled_view(), width=160)
+    for text in (
+        "10.0.0.5:7600 leads in term 3 · standby 10.0.0.7:7601 (2 events behind)",
+        "standby 10.0.0.9:7601 (away)",
+        "at most 1.02 GB at each node",
+        "swift-tern computes stage 1 again: 17 of 31 steps, up to step 131, for 9 s",
+        "2 min 40 s ago: stage 1 was replayed from step 60 to 84, 12.4 s, 96.0 MB of logs",
+        "the run went back from step 130 to 100; not caught up yet: a replay gave other bits",
+        "2 back-offs, the last in step 90: microbatch 3 of step 90 overflows at stage 1",
+        "21 s of its grace left",
+    ):
+        assert text in screen
+    tiers = {"worker", "holder", "warming"}
+    assert tiers <= set(screen.split())
+
+
+def test_the_term_is_told_from_the_second_one_on() -> None:
+    view = fake.training_view(coordinator="10.0.0.5:7600", term=1)
+    assert "leads" not in drawn(view)
+    assert "10.0.0.5:7600 leads in term 2" in drawn(view.model_copy(update={"term": 2}))
+
+
+def test_a_narrow_terminal_cuts_no_name_and_no_state() -> None:
+    view = fake.troubled_view()
+    screen = drawn(view, width=80)
+    for node in view.live_nodes:
+        assert any(
+            node.name in line and node.state in line and node.tier in line
+            for line in screen.splitlines()
+        )
 
 
 def test_waiting_says_why_and_names_the_empty_stage() -> None:

@@ -25,7 +25,7 @@ function show(next, whole) {
   if (whole) history = next.history;
   else if (next.history.length) merge(next.history);
   render(view, history);
-  if (whole || !previous || next.history.length) charts.show(history);
+  if (whole || !previous || next.history.length) charts.show(history, view);
 }
 
 function lost() {

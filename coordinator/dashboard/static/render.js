@@ -1,39 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// A view onto the page. Elements are kept by key and changed in place, so that focus, scroll
-// position and transitions survive an update.
+// A view onto the page.
 
+import { at, keep, make, put } from "./elements.js";
+import { renderSafeguards, renderTraffic } from "./facts.js";
 import * as format from "./format.js";
 
-const at = (id) => document.getElementById(id);
 const MAX_DOTS = 6;
 const MAX_ABREAST = 5;
 
-function make(tag, className, text) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
-
-function put(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-// Children of `parent` become one element per item, in order.
-function keep(parent, items, key, create, update) {
-  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
-  items.forEach((item, index) => {
-    const name = String(key(item));
-    let child = old.get(name);
-    if (child) old.delete(name);
-    else { child = create(item); child.dataset.key = name; }
-    if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
-    update(child, item);
-  });
-  for (const child of old.values()) child.remove();
-}
-
 // ---- nodes and stages ----------------------------------------------------------------------
+
+const TIERS = {
+  holder: "it has its stage’s weights and optimizer state",
+  worker: "it has its stage’s weights, and not yet the optimizer’s state",
+};
 
 function createNode() {
   const card = make("li", "node");
@@ -47,7 +27,7 @@ function createNode() {
   const queue = make("span", "queue");
   queue.setAttribute("role", "img");
   foot.append(make("span", "device"), queue);
-  card.append(head, speed, foot, make("p", "node-note"));
+  card.append(head, speed, foot, make("p", "node-keeps"), make("p", "node-note"));
   return card;
 }
 
@@ -71,19 +51,28 @@ function updateNode(card, node, fastest) {
   keep(queue, Array.from({ length: dots + (node.queue_depth > MAX_DOTS ? 1 : 0) }, (_, i) => i),
     (i) => i, (i) => make("span", i < MAX_DOTS ? "queued" : "more"),
     (dot, i) => { if (i >= MAX_DOTS) put(dot, `+${node.queue_depth - MAX_DOTS}`); });
+  const keeps = [node.tier, node.log_bytes ? `log ${format.bytes(node.log_bytes)} from step ${format.integer(node.log_oldest_step)}` : ""];
+  put(find("node-keeps"), keeps.filter(Boolean).join(" · "));
+  find("node-keeps").hidden = !node.tier && !node.log_bytes;
+  find("node-keeps").title = TIERS[node.tier] ?? "";
   const notes = [];
+  if (node.leaves_within_s !== null && node.leaves_within_s !== undefined) notes.push(`${format.duration(node.leaves_within_s)} of its grace left`);
   if (node.marks) notes.push(`${format.plural(node.marks, "refused message")}`);
-  if (node.waiting_for) notes.push(`waiting for ${node.waiting_for.replace(/^(waiting )?for /i, "")}`);
+  if (node.waiting_for) notes.push(waitingNote(node.waiting_for));
   put(find("node-note"), notes.join(" · "));
   find("node-note").hidden = !notes.length;
 }
 
+// Some reasons say what the node does, the others what it lacks.
+function waitingNote(reason) {
+  return /^(warming up|worker|leaving|no stage|it |its copy|waiting)\b/i.test(reason) ? reason
+    : `waiting for ${reason.replace(/^for /i, "")}`;
+}
+
 function flowInto(view, stage) {
-  const link = (view.links ?? []).find((l) => l.to_stage === stage);
-  if (link) return `${format.bytes(link.bytes_per_step)}\nper step`;
-  if (!view.boundary_bytes_per_step || view.stages.length < 2) return "";
-  const mean = view.boundary_bytes_per_step / (view.stages.length - 1);
-  return `${view.stages.length > 2 ? "≈ " : ""}${format.bytes(mean)}\nper step`;
+  const boundary = (view.boundaries ?? []).find((one) => one.to_stage === stage);
+  if (!boundary) return "";
+  return `${format.bytes(boundary.traffic.reduce((sum, part) => sum + part.encoded_bytes, 0))}\nper step`;
 }
 
 const narrow = window.matchMedia("(max-width: 820px)");
@@ -191,18 +180,6 @@ const STANDING = {
   waiting: "Waiting.", paused: "Paused.", draining: "Draining: finishing what is open.", failed: "Failed.",
 };
 
-// Who leads, once somebody else could: the term, and each standby with how far behind it is.
-function leadership(view) {
-  const standbys = view.standbys ?? [];
-  if (view.leads !== false && !standbys.length) return "";
-  const parts = [`term ${view.term}${view.leads === false ? ", not leading" : ""}`];
-  for (const one of standbys) {
-    const state = !one.connected ? "away" : one.events_behind ? `${format.plural(one.events_behind, "event")} behind` : "up to date";
-    parts.push(`standby ${one.address} (${state})`);
-  }
-  return parts.join(" · ");
-}
-
 function renderWords(view) {
   const spec = view.spec_summary;
   document.title = `${view.name} ${view.step}/${view.total_steps} · Shoal`;
@@ -218,8 +195,7 @@ function renderWords(view) {
   put(banner, text);
   banner.hidden = !text;
   banner.classList.toggle("bad", view.state === "failed");
-  put(at("foot"), [`Run ${view.run_id}`,
-    view.snapshot_step === null ? "" : `snapshot at step ${view.snapshot_step}`, leadership(view)].filter(Boolean).join(" · "));
+  put(at("foot"), `Run ${view.run_id}`);
   at("foot").title = view.weights_digest ?? "";
 }
 
@@ -283,6 +259,8 @@ export function render(view, history) {
   renderWords(view);
   renderNumbers(view, history);
   renderPipeline(view);
+  renderTraffic(view);
+  renderSafeguards(view);
   renderEvents(view);
   renderWork(view);
   renderSummary(view);

@@ -192,6 +192,8 @@ class FakeMember(FakeHolder):
                 incarnation=self.incarnation, step=step, attempt=now.attempt, microbatch=m,
                 stage=stage, loss_sum=mix(step, m) % 1000 / 100.0 if is_last else 0.0,
                 has_loss=is_last, busy_s=self.busy_s, boundary_bytes=10,
+                forward_bytes=None if is_last else 6,
+                backward_bytes=None if stage == 0 or validation else 4,
                 digest=(gradient ^ self.corrupt_bits) & MASK,
             )
         )  # fmt: skip

@@ -7,13 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.coordinator.dashboard.views import (
+    BackOffView,
+    BoundaryView,
     EventLine,
-    LinkView,
     NodeView,
+    RecoveryView,
+    ReplayView,
     RunView,
     SpecSummary,
     StageView,
+    StandbyView,
     StepPoint,
+    TrafficView,
 )
 from shoal.protocol.errors import ConfigError
 from shoal.protocol.ids import PeerId, RunId, display_name
@@ -83,6 +88,18 @@ def node(number: int, **fields: Any) -> NodeView:
     return NodeView.model_validate({**defaults, **fields})
 
 
+def boundary(number: int) -> BoundaryView:
+    """Forward in int8 with a scale for 64 values, backward in bf16."""
+    return BoundaryView(
+        from_stage=number,
+        to_stage=number + 1,
+        traffic=[
+            TrafficView(kind="forward", encoded_bytes=2_230_000, bf16_bytes=4_194_304),
+            TrafficView(kind="backward", encoded_bytes=4_194_304, bf16_bytes=4_194_304),
+        ],
+    )
+
+
 NEW: dict[str, Any] = {
     "contributed_microbatches": 0,
     "contributed_share": 0.0,
@@ -135,10 +152,7 @@ def training_view(step: int = 132, **fields: Any) -> RunView:
             for stage in range(3)
         ],
         "nodes": nodes,
-        "links": [
-            LinkView(from_stage=0, to_stage=1, bytes_per_step=8_390_000),
-            LinkView(from_stage=1, to_stage=2, bytes_per_step=8_390_000),
-        ],
+        "boundaries": [boundary(0), boundary(1)],
         "history": [point(s) for s in range(1, step + 1)],
         "events": [
             EventLine(time_s=START_S + 4, kind="joined", text="amber-fox joined with an RTX 3090"),
@@ -158,6 +172,70 @@ def training_view(step: int = 132, **fields: Any) -> RunView:
         "join_link": "shoal://join/secret-link",
     }
     return RunView.model_validate({**defaults, **fields})
+
+
+def troubled_view(**fields: Any) -> RunView:
+    """A run that has seen replays, a rollback and a back-off, and replays a stage right now."""
+    calm = training_view()
+    nodes = [
+        n.model_copy(
+            update={
+                "tier": "holder",
+                "log_bytes": 48_000_000 + 1_000_000 * i,
+                "log_oldest_step": 101,
+            }
+            if n.state == "training"
+            else {}
+        )
+        for i, n in enumerate(calm.nodes)
+    ]
+    nodes[1] = nodes[1].model_copy(update={"state": "leaving", "leaves_within_s": 21.4})
+    nodes[3] = nodes[3].model_copy(update={"tier": "worker", "log_bytes": 0, "log_oldest_step": 0})
+    nodes[7] = nodes[7].model_copy(update={"state": "warming"})
+    defaults: dict[str, Any] = {
+        "nodes": nodes,
+        "stages": [
+            stage.model_copy(update={"nodes": [n for n in nodes if n.stage == stage.stage]})
+            for stage in calm.stages
+        ],
+        "log_bytes": sum(n.log_bytes for n in nodes),
+        "log_budget_bytes": 1_024_000_000,
+        "replays": 1,
+        "replay_seconds": 12.4,
+        "replay_bytes": 96_000_000,
+        "rollbacks": 2,
+        "rollback_seconds": 61.0,
+        "replaying": [
+            ReplayView(
+                stage=1, node="swift-tern", from_step=100, to_step=131, step=117, seconds=9.2
+            )
+        ],
+        "recoveries": [
+            RecoveryView(
+                kind="rollback", time_s=START_S + 120, from_step=37, to_step=20, seconds=41.0,
+                reason="stage 2 has no node that holds step 37; its logs were lost with keen-wren",
+            ),
+            RecoveryView(
+                kind="replay", time_s=START_S + 300, stage=1, from_step=60, to_step=84,
+                seconds=12.4, log_bytes=96_000_000,
+            ),
+            RecoveryView(
+                kind="rollback", time_s=START_S + 410, from_step=130, to_step=100,
+                reason="a replay gave other bits than the record",
+            ),
+        ],
+        "back_offs": BackOffView(
+            count=2, step=90, reason="microbatch 3 of step 90 overflows at stage 1",
+            loss_scale=256.0, coarser_bits=4,
+        ),
+        "coordinator": "10.0.0.5:7600",
+        "term": 3,
+        "standbys": [
+            StandbyView(address="10.0.0.7:7601", connected=True, events_behind=2),
+            StandbyView(address="10.0.0.9:7601"),
+        ],
+    }  # fmt: skip
+    return training_view(**{**defaults, **fields})
 
 
 def waiting_view(**fields: Any) -> RunView:
@@ -186,7 +264,7 @@ def waiting_view(**fields: Any) -> RunView:
             )
             for stage in range(3)
         ],
-        "links": None,
+        "boundaries": [],
         "events": [EventLine(time_s=START_S + 4, kind="joined", text="azure-moose joined")],
         "snapshot_step": None,
         "weights_digest": None,
@@ -216,7 +294,7 @@ def crowded_view() -> RunView:
         for stage in range(7)
     ]
     return training_view(
-        links=None,
+        boundaries=[boundary(b) for b in range(6)],
         stages=stages,
         nodes=[n for stage in stages for n in stage.nodes],
         name="long-name-" * 4,

@@ -70,6 +70,7 @@ def test_answers_to_another_attempt_do_not_count() -> None:
         pb.Receipt(microbatch=4_000_000, stage=0),
         pb.Receipt(microbatch=0, stage=7),
         pb.Receipt(microbatch=0, stage=1),
+        pb.Receipt(microbatch=0, stage=0, boundary_bytes=2**63),
     ],
 )
 def test_impossible_receipts_are_refused_and_marked(receipt: pb.Receipt) -> None:
@@ -124,6 +125,27 @@ def test_a_negative_norm_is_refused() -> None:
     )
     swarm.conductor.receive(node.session, pb.NodeEvent(prepared=prepared))
     assert "negative" in lines(swarm)
+    swarm.finish()
+    assert_undisturbed(swarm)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pb.Prepared(reduce_bytes=2**63),
+        pb.Prepared(share_bytes={0: 2**63}),
+        pb.Prepared(share_bytes={1: 5}),
+        pb.Prepared(share_bytes={4_000_000: 5}),
+    ],
+)
+def test_a_sum_that_claims_bytes_that_cannot_be_is_refused(claim: pb.Prepared) -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    node = swarm.at(0)[0]
+    assert node.session is not None
+    claim.incarnation, claim.step, claim.attempt, claim.round = node.incarnation, 2, 1, 1
+    swarm.conductor.receive(node.session, pb.NodeEvent(prepared=claim))
+    assert swarm.conductor.marks[node.peer_id] == 1
     swarm.finish()
     assert_undisturbed(swarm)
 

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.coordinator.dashboard.metrics import exposition, new_registry
 from shoal.coordinator.dashboard.views import RunView
 
-from .fake_view import peer, training_view, waiting_view
+from .fake_view import peer, training_view, troubled_view, waiting_view
 
 
 def scrape(view: RunView) -> dict[str, dict[tuple[str, ...], float]]:
@@ -39,6 +39,19 @@ def test_every_node_has_its_series_and_gone_nodes_keep_counters_only() -> None:
     assert found["shoal_node_contributed_microbatches_total"][gone] == 474
     assert all(key[1] != peer(6) for key in found["shoal_node_queue_depth"])
     assert any(key[1] == peer(0) for key in found["shoal_node_queue_depth"])
+
+
+def test_bytes_are_told_by_boundary_and_kind() -> None:
+    found = scrape(training_view())
+    assert found["shoal_boundary_bytes"]["1-2", "forward"] == 2_230_000
+    assert found["shoal_boundary_bf16_bytes"]["0-1", "backward"] == 4_194_304
+    assert "shoal_boundary_bytes" not in scrape(waiting_view())
+
+
+def test_back_offs_and_the_logs_budget_are_told() -> None:
+    found = scrape(troubled_view())
+    assert found["shoal_back_offs"][()] == 2
+    assert found["shoal_boundary_log_budget_bytes"][()] == 1_024_000_000
 
 
 def test_absent_loss_is_absent_and_every_name_is_ours() -> None:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay is planned exactly when every input of every step is in a log within reach."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.coordinator.boundary_sources import MAX_REPLAY_STEPS, BoundarySources, Rebuilt
-from shoal.coordinator.recovered import Recovered
 from shoal.coordinator.replay_plan import Missing, NoReplay, ReplayPlan, plan_replay
 from shoal.protocol.ids import Incarnation, PeerId, Stage
 
@@ -129,22 +126,3 @@ def test_a_step_that_is_computed_again_is_looked_for_where_it_was_computed_last(
     sources = sources.with_step(1, [{Incarnation(2): [0], Incarnation(3): [1, 2]}], NAMES)
     assert list(sources.candidates(1, Stage(0), 2)) == [PEERS[2]]
     assert list(sources.candidates(2, Stage(0), 2)) == [PEERS[0]]
-
-
-# ---- what losses cost --------------------------------------------------------------------
-
-
-def test_a_rollback_lasts_until_the_run_is_at_its_old_step_again() -> None:
-    recovered = Recovered().with_rollback(from_step=9, time_s=100.0)
-    recovered = recovered.with_step(8, 104.0)
-    assert (recovered.rollbacks, recovered.rollback_seconds) == (1, 0.0)
-    recovered = recovered.with_step(9, 105.0)
-    assert (recovered.rollbacks, recovered.rollback_seconds) == (1, 5.0)
-    assert recovered.with_step(10, 200.0) == recovered
-
-
-def test_a_rollback_within_another_counts_its_time_once() -> None:
-    recovered = Recovered().with_rollback(from_step=9, time_s=100.0)
-    recovered = recovered.with_rollback(from_step=7, time_s=103.0).with_step(9, 110.0)
-    assert (recovered.rollbacks, recovered.rollback_seconds) == (2, 10.0)
-    assert replace(recovered, rollbacks=0, rollback_seconds=0.0) == Recovered()

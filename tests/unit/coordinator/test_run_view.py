@@ -3,11 +3,12 @@
 
 import pytest
 
-from shoal.coordinator.dashboard.views import NodeView, RunView
+from shoal.coordinator.dashboard.views import NodeView, RunView, public
 from shoal.coordinator.history import InMemoryHistory
 from shoal.coordinator.run_view import ConductorView, audit, stage_parts, steps_lost, tokens_per_s
 from shoal.coordinator.state import RunState
 from shoal.coordinator.step_runner import Phase
+from shoal.coordinator.step_scale import COARSEN_BITS
 from shoal.coordinator.store import StoredEvent
 from shoal.protocol.errors import StorageError
 from shoal.protocol.ids import PeerId
@@ -16,6 +17,7 @@ from .fake_node import FakeNode
 from .fake_run import make_run
 from .fake_swarm import FakeSwarm
 from .swarm_checks import in_step, say_farewell
+from .test_conductor_numbers import OVERFLOW, Hard, spoil_by
 from .test_state import committed
 
 
@@ -164,6 +166,97 @@ def test_replays_and_logs_are_shown() -> None:
     view = look(swarm)
     assert (view.rollbacks, view.replays) == (0, 1)
     assert view.replay_bytes > 0
+
+
+def test_bytes_are_shown_by_boundary_and_kind_as_the_nodes_measured_them() -> None:
+    swarm = FakeSwarm(make_run(stages=3, steps=2), 6)
+    assert look(swarm).boundaries == []
+    swarm.finish()
+    values = 2 * swarm.conductor.run.spec.tokens_per_step * swarm.conductor.run.spec.model.dim
+    assert [b.model_dump() for b in look(swarm).boundaries] == [
+        {
+            "from_stage": s,
+            "to_stage": s + 1,
+            "traffic": [
+                {"kind": "forward", "encoded_bytes": 4 * 6, "bf16_bytes": values},
+                {"kind": "backward", "encoded_bytes": 4 * 4, "bf16_bytes": values},
+            ],
+        }
+        for s in range(2)
+    ]
+
+
+def test_a_run_of_one_stage_has_no_boundaries() -> None:
+    swarm = FakeSwarm(make_run(stages=1, steps=2), 2)
+    swarm.finish()
+    assert look(swarm).boundaries == []
+
+
+def test_a_replay_is_shown_under_way_and_afterwards() -> None:
+    swarm = FakeSwarm(make_run(steps=8, snapshot_every=50, replicas=1), 2)
+    swarm.run_to_step(4)
+    swarm.at(1)[0].kill()
+    joiner = swarm.join()
+    swarm.run_until(lambda: bool(look(swarm).replaying))
+    (under_way,) = look(swarm).replaying
+    assert (under_way.stage, under_way.node) == (1, seen(swarm, joiner).name)
+    assert (under_way.from_step, under_way.to_step) == (0, 4)
+    swarm.finish()
+    view = look(swarm)
+    assert view.replaying == []
+    (done,) = view.recoveries
+    assert (done.kind, done.stage, done.from_step, done.to_step) == ("replay", 1, 0, 4)
+    assert (done.at_step, done.log_bytes) == (4, view.replay_bytes)
+    assert done.seconds == view.replay_seconds
+
+
+def test_a_rollback_tells_from_where_to_where_and_why() -> None:
+    swarm = FakeSwarm(make_run(snapshot_every=50, boundary_log_mb=0), 4)
+    swarm.run_to_step(3)
+    for node in swarm.at(1):
+        node.kill()
+    swarm.finish()
+    view = look(swarm)
+    (back,) = view.recoveries
+    assert (back.kind, back.stage, back.from_step, back.to_step) == ("rollback", None, 3, 0)
+    assert "boundary_log_mb is 0" in back.reason
+    assert back.seconds == view.rollback_seconds
+    assert view.log_budget_bytes == 0
+
+
+def test_a_leaving_node_shows_what_is_left_of_its_grace() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    swarm.run_until(in_step(swarm))
+    node = swarm.at(0)[0]
+    assert seen(swarm, node).leaves_within_s is None
+    node.leave(grace_s=30.0)
+    swarm.run_until(lambda: seen(swarm, node).state == "leaving")
+    before = seen(swarm, node).leaves_within_s
+    assert before is not None
+    swarm.now_s += 1.5
+    assert seen(swarm, node).leaves_within_s == pytest.approx(before - 1.5)
+
+
+def test_back_offs_of_numbers_are_shown_once_there_was_one() -> None:
+    hard = Hard(step=2, microbatch=1, stage=0, bad=OVERFLOW, min_coarsen=COARSEN_BITS)
+    swarm = FakeSwarm(make_run(steps=3), 4)
+    swarm.spoil = spoil_by(hard)
+    swarm.run_to_step(1)
+    assert look(swarm).back_offs is None
+    swarm.finish()
+    back_offs = look(swarm).back_offs
+    assert back_offs is not None
+    assert (back_offs.count, back_offs.step, back_offs.coarser_bits) == (1, 2, COARSEN_BITS)
+    assert back_offs.loss_scale == 1.0
+    assert "microbatch 1" in back_offs.reason
+
+
+def test_the_coordinators_address_is_shown_and_the_link_only_beside_it() -> None:
+    swarm = FakeSwarm(make_run(), 4)
+    link = "shoal://10.0.0.7:7600/run-1a2b?fp=00&token=secret"
+    view = ConductorView(swarm.conductor, lambda: link).view()
+    assert view.coordinator == "10.0.0.7:7600"
+    assert "secret" not in public(view).model_dump_json()
 
 
 def test_a_hole_in_the_log_is_a_lost_step() -> None:

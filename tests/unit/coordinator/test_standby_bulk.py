@@ -13,8 +13,14 @@ import pytest
 from shoal.coordinator.data.shards import shard_path
 from shoal.coordinator.snapshots import SnapshotStore
 from shoal.coordinator.standby_bulk import BulkCopy, worth_fetching
-from shoal.protocol.errors import MalformedFrameError, UnreachableError
+from shoal.protocol.errors import (
+    ChecksumError,
+    MalformedFrameError,
+    OversizedStreamError,
+    UnreachableError,
+)
 from shoal.protocol.proto import coordinator_pb2, peer_pb2
+from shoal.protocol.state_chunks import chunk_bytes_for, describe, read_chunks
 from shoal.protocol.state_file import chunks
 
 from .test_snapshots import RUN, write_stage
@@ -30,16 +36,29 @@ class Leader:
         self.folder = folder
         self.asked: list[int] = []
         self.breaks_at: int | None = None
+        self.exaggerates_by = 0
+        self.damages = False
         self.shard = TOKENS
 
-    async def FetchSnapshot(
+    async def DescribeSnapshot(
         self, request: peer_pb2.StateRequest, *, timeout: float
-    ) -> AsyncIterator[peer_pb2.StateChunk]:
+    ) -> peer_pb2.StateDescription:
         self.asked.append(request.stage)
         if request.stage == self.breaks_at:
             raise UnreachableError("the connection broke")
         path = write_stage(self.folder / "source", RUN, request.step, request.stage)
-        for chunk in chunks(path):
+        description = describe(path)
+        description.total_bytes += self.exaggerates_by
+        return description
+
+    async def FetchSnapshot(
+        self, request: peer_pb2.StateRequest, *, timeout: float
+    ) -> AsyncIterator[peer_pb2.StateChunk]:
+        path = write_stage(self.folder / "source", RUN, request.step, request.stage)
+        size = chunk_bytes_for(path.stat().st_size)
+        for chunk in read_chunks(path, request.chunks, chunk_bytes=size):
+            if self.damages:
+                chunk.data = bytes(len(chunk.data))
             yield chunk
 
     async def FetchShard(
@@ -89,6 +108,23 @@ async def test_a_snapshot_goes_on_with_the_stage_at_which_it_broke_off(
     SnapshotStore(tmp_path / "standby", RUN).verify(4)
     await bulk._fetch_missing()
     assert bulk.source.asked == [0, 1, 1], "it has them all"
+
+
+async def test_a_state_larger_than_the_plan_allows_is_not_fetched(bulk: Bulk) -> None:
+    bulk.wanted_snapshots = (4,)
+    bulk.source.exaggerates_by = 1 << 40
+    with pytest.raises(OversizedStreamError):
+        await bulk._fetch_missing()
+
+
+async def test_a_damaged_chunk_is_not_taken_and_asked_for_again(bulk: Bulk) -> None:
+    bulk.wanted_snapshots = (4,)
+    bulk.source.damages = True
+    with pytest.raises(ChecksumError):
+        await bulk._fetch_missing()
+    bulk.source.damages = False
+    await bulk._fetch_missing()
+    assert bulk.said == ["copied the snapshot of step 4"]
 
 
 @pytest.mark.parametrize(

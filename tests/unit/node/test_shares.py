@@ -174,7 +174,8 @@ class Scene:
         channel = self.network.credentials(ASKS).channel(f"127.0.0.1:{self.node.port}", HAS)
         async with channel:
             request = request_of(run_id, key, stage)
-            return await ask_for_share(channel, request, numel, name="node")
+            share = await ask_for_share(channel, request, numel, name="node")
+            return share.values
 
 
 @pytest_asyncio.fixture
@@ -199,7 +200,8 @@ async def test_share_is_fetched_once_it_is_there(scene: Scene) -> None:
     assert fetch.waits_for == 1
     scene.node.desk.offer({KEY: Share.of(values(7))})
     got = await fetching
-    assert torch.equal(got[1], values(7))
+    assert torch.equal(got[1].values, values(7))
+    assert got[1].num_bytes == len(Share.of(values(7)).payload)
     assert (fetch.waits_for, fetch.num_fetched, scene.unreachable) == (NOBODY, 1, [])
     await fetch.close()
 
@@ -211,7 +213,7 @@ async def test_another_replica_is_asked_when_one_is_gone(scene: Scene) -> None:
     await scene.swarm.update(coordinator_pb2.Plan(epoch=2, members=members))
     scene.second.desk.offer({KEY: Share.of(values(7))})
     fetch = scene.fetch()
-    assert torch.equal((await fetch.fetch([KEY]))[1], values(7))
+    assert torch.equal((await fetch.fetch([KEY]))[1].values, values(7))
     assert scene.unreachable == ["node-1"]
     await fetch.close()
 
