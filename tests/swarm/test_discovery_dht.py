@@ -340,4 +340,6 @@ async def test_malformed_addresses_are_refused_before_anything_starts() -> None:
 
 
 if __name__ == "__main__":
+    # A shell that starts the tests in the background has them ignore it, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(serve(json.loads(sys.argv[1])))
