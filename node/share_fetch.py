@@ -64,9 +64,13 @@ class ShareFetch:
         self._on_unreachable = on_unreachable
         self._channels: dict[Incarnation, grpc.aio.Channel] = {}
         self._rng = random.Random(me)
-        self.waits_for = NOBODY
-        """Whose share is on its way."""
+        self._asked: dict[int, Incarnation] = {}  # by boundary, who has yet to answer
         self.num_fetched = 0
+
+    @property
+    def waits_for(self) -> Incarnation:
+        """Whose share is on its way."""
+        return next(iter(self._asked.values()), NOBODY)
 
     async def fetch(self, wanted: Iterable[ShareKey]) -> dict[int, FetchedShare]:
         """The other side's share by boundary.
@@ -77,7 +81,7 @@ class ShareFetch:
             async with asyncio.TaskGroup() as group:
                 tasks = {key.boundary: group.create_task(self._fetch(key)) for key in wanted}
         finally:
-            self.waits_for = NOBODY
+            self._asked.clear()
         return {boundary: task.result() for boundary, task in tasks.items()}
 
     async def _fetch(self, key: ShareKey) -> FetchedShare:
@@ -88,9 +92,10 @@ class ShareFetch:
             replicas = self._swarm.members_of(stage)
             if replicas:
                 member = replicas[(self._me + attempt) % len(replicas)]
-                self.waits_for = Incarnation(member.incarnation)
+                self._asked[key.boundary] = Incarnation(member.incarnation)
                 try:
                     share = await self._ask(member, key, stage)
+                    del self._asked[key.boundary]
                     self.num_fetched += 1
                     return share
                 except UnreachableError as error:

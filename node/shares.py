@@ -70,7 +70,7 @@ class ShareDesk:
         self._notify()
 
     def close_step(self, committed_step: int) -> None:
-        """What was offered stays until the next step's: a neighbour may be late."""
+        """Whoever asks for a step that is committed here is sent to the log (`SharedOut`)."""
         self.committed_step = committed_step
         self._notify()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 import xxhash
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from shoal.protocol.errors import (
     ChecksumError,
@@ -283,21 +283,22 @@ def fetch_boundary(
     channel: grpc.aio.Channel, request: peer_pb2.BoundaryRequest, *, timeout_s: float
 ) -> AsyncIterable[bytes]:
     """Serialized frames out of a peer's boundary log, for `receive_tensors`."""
-    call = channel.unary_stream(
-        "/shoal.v1.Peer/FetchBoundary",
-        request_serializer=peer_pb2.BoundaryRequest.SerializeToString,
-        response_deserializer=_identity,
-    )
-    return call(request, timeout=timeout_s)
+    return _fetch_tensors(channel, "FetchBoundary", request, timeout_s)
 
 
 def fetch_share(
     channel: grpc.aio.Channel, request: peer_pb2.ShareRequest, *, timeout_s: float
 ) -> AsyncIterable[bytes]:
     """Serialized frames of a stage's share, for `receive_tensors`."""
+    return _fetch_tensors(channel, "FetchShare", request, timeout_s)
+
+
+def _fetch_tensors(
+    channel: grpc.aio.Channel, method: str, request: Message, timeout_s: float
+) -> AsyncIterable[bytes]:
     call = channel.unary_stream(
-        "/shoal.v1.Peer/FetchShare",
-        request_serializer=peer_pb2.ShareRequest.SerializeToString,
+        f"/shoal.v1.Peer/{method}",
+        request_serializer=type(request).SerializeToString,
         response_deserializer=_identity,
     )
     return call(request, timeout=timeout_s)

@@ -130,7 +130,7 @@ async def test_a_stage_that_is_given_up_ends_the_wait() -> None:
 
 
 class Node:
-    """Holds stage 2, the receiver's side of boundary 1, at step 4."""
+    """Holds stage 2, the receiver's side of boundary 1, unless told otherwise; at step 4."""
 
     def __init__(self, folder: Path, peer_id: PeerId) -> None:
         self.desk = ShareDesk(COMMITTED)
@@ -144,12 +144,13 @@ class Node:
         )  # fmt: skip
         self.peer_id = peer_id
         self.port = 0
+        self.stage = 2
 
     def share_desk(self, stage: int) -> ShareDesk | None:
-        return self.desk if stage == 2 else None
+        return self.desk if stage == self.stage else None
 
     def member(self, incarnation: int) -> types_pb2.Member:
-        return member(incarnation, self.peer_id, port=self.port, stage=2)
+        return member(incarnation, self.peer_id, port=self.port, stage=self.stage)
 
 
 @dataclass
@@ -203,6 +204,25 @@ async def test_share_is_fetched_once_it_is_there(scene: Scene) -> None:
     assert torch.equal(got[1].values, values(7))
     assert got[1].num_bytes == len(Share.of(values(7)).payload)
     assert (fetch.waits_for, fetch.num_fetched, scene.unreachable) == (NOBODY, 1, [])
+    await fetch.close()
+
+
+async def test_who_has_answered_is_not_waited_for(scene: Scene) -> None:
+    before, after = scene.second, scene.node
+    before.stage = 0
+    members = [after.member(1), before.member(2)]
+    await scene.swarm.update(coordinator_pb2.Plan(epoch=2, members=members))
+    upstream = ShareKey(step=5, boundary=0, scale_exponent=20, loss_scale=1.0)
+    after.desk.offer({KEY: Share.of(values(7))})
+    fetch = scene.fetch()
+    fetching = asyncio.create_task(fetch.fetch([upstream, KEY]))
+    while fetch.num_fetched < 1:  # noqa: ASYNC110  # the wire's turns
+        await asyncio.sleep(0)
+    assert fetch.waits_for == 2
+    before.desk.offer({upstream: Share.of(values(8))})
+    got = await fetching
+    assert torch.equal(got[0].values, values(8))
+    assert fetch.waits_for == NOBODY
     await fetch.close()
 
 
